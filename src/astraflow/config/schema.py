@@ -1,0 +1,202 @@
+"""The run file as types: one TOML file describes a whole run (sources, workflow, policies, nodes, evaluation).
+
+Unknown keys are errors. A component (`type = "..."` plus its own options) is checked against the signature of what it
+names, see `config.rooms`. Everything here is torch-free.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
+
+
+class Strict(BaseModel):
+    """Base of all sections: unknown keys are refused, defaults are checked too."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Component(BaseModel):
+    """Something chosen by `type` (a built-in name, `module:Object`, or an entry point); other keys are its options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    type: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys beside `type`."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+def _component(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
+Spec = Annotated[Component, BeforeValidator(_component)]
+
+
+class RunSection(Strict):
+    """[run]: name, length and place of the run."""
+
+    name: Name
+    seed: int = Field(0, ge=0)
+    steps: int = Field(ge=1, description="optimizer steps of every policy")
+    directory: str = Field("runs", description="parent of the run directory")
+    checkpoint_every: int = Field(50, ge=1, description="steps between checkpoints; the last step always has one")
+    description: str = ""
+
+
+class WorkflowSection(Component):
+    """[workflow]: what plays an episode. Keys beside these are options of the workflow named by `type`."""
+
+    group_size: int = Field(8, ge=1, description="episodes per task")
+    timeout_s: float = Field(120.0, gt=0, description="deadline of one episode on a node; then it is offered again")
+    max_attempts: int = Field(3, ge=1, description="attempts of one episode before it counts as failed")
+
+
+class SamplingSection(Strict):
+    """Sampling of training rollouts; every value is sent explicitly to the engine."""
+
+    temperature: float = Field(1.0, gt=0, description="> 0 in training")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0: off")
+    max_tokens: int = Field(256, ge=1, description="new tokens of one call; agents may ask for less")
+
+
+class EngineSection(Component):
+    """engine: what serves this policy on a node."""
+
+    type: str = "local"
+
+
+class AlgorithmSection(Strict):
+    """algorithm: how credit becomes a gradient."""
+
+    advantage: Spec = Component(type="grpo")
+    loss: Spec = Component(type="ppo_clip")
+
+
+class BatchSection(Strict):
+    """batch: what one step trains on."""
+
+    groups: int = Field(16, ge=1, description="groups per batch")
+    max_staleness: int = Field(1, ge=0, description="0: synchronous training")
+    tokens_per_microbatch: int = Field(8192, ge=16, description="packed tokens of one forward and backward pass")
+    max_dropped_groups: int = Field(
+        1000, ge=1, description="consecutive groups dropped without one batch before the run stops with advice"
+    )
+
+
+class OptimizerSection(Strict):
+    """optimizer: AdamW and its schedule."""
+
+    lr: float = Field(1e-5, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+
+
+class WarmStartSection(Strict):
+    """warm_start: supervised steps on demonstrations before version 0 is published (also `astraflow sft`)."""
+
+    source: Name
+    steps: int = Field(200, ge=1)
+    batch: int = Field(64, ge=1, description="demonstrations per step")
+    lr: float = Field(1e-3, gt=0)
+
+
+class TrainerSection(Strict):
+    """trainer: how the training process runs."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = Field(0, ge=0, description="intra-op threads; 0: cores divided by torch processes, at least 1")
+    audit_trajectories: int = Field(
+        4, ge=0, description="trajectories a step rescored under the exact versions that sampled them (logprob gap)"
+    )
+    max_logprob_gap: float = Field(0.5, gt=0, description="p99 of the gap above which an alarm is raised")
+
+
+class PolicySection(Strict):
+    """[policies.<name>]: one trainable model."""
+
+    model: str = Field(description="Hugging Face directory, or a built-in name: tiny-char, smollm2-135m-instruct")
+    engine: Annotated[EngineSection, BeforeValidator(_component)] = EngineSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    batch: BatchSection = BatchSection()
+    operators: list[Spec] = [Component(type="zero_variance")]
+    sampling: SamplingSection = SamplingSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    warm_start: WarmStartSection | None = None
+    trainer: TrainerSection = TrainerSection()
+    tool_parser: str = Field("auto", description="how tool calls are read from text: auto, hermes, bracket, none")
+
+
+class NodeSection(Strict):
+    """[[rollout.nodes]]: one rollout node that the launcher starts."""
+
+    name: Name = "node"
+    concurrency: int = Field(64, ge=1, description="episodes played at once")
+    workers: int = Field(1, ge=1, description="worker processes that run workflow code")
+    threads: int = Field(0, ge=0, description="intra-op threads of the engine; 0: automatic")
+    delay_s: float = Field(0.0, ge=0, description="added to every call: makes a slow node for tests and demonstrations")
+    start_after_s: float = Field(0.0, ge=0, description="join this long after the run starts")
+    kill_after_s: float = Field(0.0, ge=0, description="0: never; else SIGKILL once, this long after it started")
+
+
+def _nodes(value: Any) -> Any:
+    return [{"name": f"node{i}"} for i in range(value)] if isinstance(value, int) else value
+
+
+class RolloutSection(Strict):
+    """[rollout]: the nodes the launcher starts; more may join by hand at any time."""
+
+    nodes: Annotated[list[NodeSection], BeforeValidator(_nodes)] = [NodeSection()]
+
+
+class EvaluationSection(Strict):
+    """[evaluation]: rounds on held-out tasks, on the same nodes, beside training."""
+
+    source: Name
+    every: int = Field(20, ge=1, description="steps between rounds; one more at the start and at the end")
+    num_tasks: int = Field(0, ge=0, description="first tasks of the source; 0: all")
+    samples: int = Field(1, ge=1, description="k of avg@k")
+    temperature: float = Field(0.0, ge=0, description="0: greedy")
+
+
+class DataflowSection(Strict):
+    """[dataflow]: the data service."""
+
+    host: str = Field("127.0.0.1", description="anything but loopback needs a token (ASTRAFLOW_TOKEN)")
+    port: int = Field(0, ge=0, le=65535, description="0: any free port")
+    heartbeat_s: float = Field(2.0, gt=0)
+    dead_after_s: float = Field(10.0, gt=0, description="silence after which a node's leases are offered again")
+    batch_lease_s: float = Field(60.0, gt=0, description="silence after which a trainer's batch is offered again")
+    snapshot_every: int = Field(2000, ge=10, description="journaled commands between two snapshots")
+
+
+class WeightsSection(Strict):
+    """[weights]: how many versions stay, and where they are served."""
+
+    host: str = Field("127.0.0.1", description="where each trainer serves its weights; beyond loopback needs a token")
+    port: int = Field(0, ge=0, le=65535, description="0: any free port")
+    keep: int = Field(4, ge=2, description="newest versions kept beside those that are being read")
+
+
+class RunConfig(Strict):
+    """A whole run file."""
+
+    run: RunSection
+    sources: dict[Name, Spec]
+    workflow: WorkflowSection
+    policies: dict[Name, PolicySection]
+    rollout: RolloutSection = RolloutSection()
+    evaluation: EvaluationSection | None = None
+    dataflow: DataflowSection = DataflowSection()
+    weights: WeightsSection = WeightsSection()
+    train_source: Name = Field("train", description="the source that training tasks come from")

@@ -1,0 +1,116 @@
+"""One tree of errors, named by the boundary that was crossed.
+
+Every message reads `<thing>=<value got> <rule broken>; <how to fix, naming the setting>`; `Problem` builds that
+sentence and keeps its parts as attributes, so callers and tests never parse text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class AstraFlowError(Exception):
+    """Base of every error that AstraFlow raises on purpose. `exit_code` is what the CLI exits with."""
+
+    exit_code = 1
+
+
+class Problem(AstraFlowError):
+    """One broken rule: the thing, the value got, the rule, and the fix."""
+
+    def __init__(self, thing: str, value: object, rule: str, fix: str) -> None:
+        self.thing, self.value, self.rule, self.fix = thing, value, rule, fix
+        super().__init__(f"{thing}={_short(value)} {rule}; {fix}")
+
+
+class ConfigError(AstraFlowError):
+    """All problems of one run file at once."""
+
+    exit_code = 2
+
+    def __init__(self, origin: str, problems: Iterable[str]) -> None:
+        self.origin, self.problems = origin, list(problems)
+        count = len(self.problems)
+        head = f"{origin}: {count} problem{'s' if count != 1 else ''}"
+        super().__init__("\n".join([head, *(f"  - {p}" for p in self.problems)]))
+
+
+class SourceError(Problem):
+    """A task source is missing, empty or malformed (names file, row and key)."""
+
+    exit_code = 2
+
+
+class ModelError(Problem):
+    """A model or tokenizer cannot be found, loaded or used."""
+
+    exit_code = 2
+
+
+class WireError(AstraFlowError):
+    """A request to another service failed. `status` is the HTTP status, or None when no answer came."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class Unauthorized(WireError):
+    """The bearer token is missing or wrong."""
+
+
+class Unreachable(WireError):
+    """No answer within the retry budget; names the URL and what was waited for."""
+
+
+class ProtocolMismatch(WireError):
+    """Two services of different protocol versions met."""
+
+
+class SchemaError(Problem):
+    """Columns that do not have the promised names, dtypes or lengths (never cast silently)."""
+
+
+class DataflowError(Problem):
+    """The dataflow service refused an operation."""
+
+
+class NothingToTrainOn(Problem):
+    """Every group was filtered out for longer than the limit."""
+
+
+class JournalError(Problem):
+    """The journal cannot be written or read (full disk, corrupt file, other run)."""
+
+
+class WeightError(Problem):
+    """A weight version is missing, torn, or does not match its checksum."""
+
+
+class EngineError(Problem):
+    """An engine could not serve a request."""
+
+
+class GatewayError(Problem):
+    """An agent sent a request that the gateway cannot serve. `status` is the HTTP status given to the agent."""
+
+    def __init__(self, thing: str, value: object, rule: str, fix: str, status: int = 400) -> None:
+        self.status = status
+        super().__init__(thing, value, rule, fix)
+
+
+class EpisodeError(AstraFlowError):
+    """What went wrong inside one episode; becomes the episode's `error`, never a zero reward."""
+
+
+class TrainingError(Problem):
+    """The trainer cannot go on (non-finite loss, broken batch, missing checkpoint)."""
+
+
+class LaunchError(Problem):
+    """A process of the run could not be started or kept alive."""
+
+
+def _short(value: object, limit: int = 200) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

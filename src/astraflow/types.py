@@ -1,0 +1,167 @@
+"""The parcels: what travels between the stations. Frozen, torch-free, documented field by field.
+
+Shapes: `T` tokens of one trajectory, `C` calls of one episode and policy, `G` siblings of one task.
+A trajectory walks forward through the folders; the only thing that walks back is a weight version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+Message = dict[str, Any]
+"""One chat message in OpenAI form: role, content, and for assistants perhaps tool_calls."""
+
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
+Purpose = Literal["train", "eval"]
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One row to be solved. Produced by a source, consumed by a workflow. `task["question"]` reads a field."""
+
+    source: str  # name in [sources.<name>]
+    row: int  # >= 0, position in the source; duplicates in a file are different rows
+    epoch: int  # >= 0
+    fields: dict[str, Any]  # what the source gave; JSON-able
+
+    def __getitem__(self, key: str) -> Any:
+        return self.fields[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The field `key`, or `default`."""
+        return self.fields.get(key, default)
+
+    @property
+    def group_id(self) -> str:
+        """Identity of the group of this task: one per `(source, epoch, row)`."""
+        return f"{self.source}/{self.epoch}/{self.row}"
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Every sampling parameter, always explicit: nothing is ever taken from a model's generation config.
+
+    Logprobs are those of `log_softmax(logits / temperature)` before top-k/top-p. temperature 0 is greedy (evaluation
+    only); its logprobs are those of temperature 1.
+    """
+
+    temperature: float = 1.0  # >= 0
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0: off
+    max_tokens: int = 256  # >= 1, new tokens of one call
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's own EOS
+    seed: int | None = None  # None: the engine's own stream
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """What an engine returns for one request. All arrays have the same length T (the sampled tokens)."""
+
+    token_ids: np.ndarray  # [T] int32
+    logprobs: np.ndarray  # [T] float32, at the sampling temperature
+    versions: np.ndarray  # [T] int32, the weight version of the decode step that made each token
+    finish_reason: FinishReason  # "stop": the last token is EOS or a stop id; "length": cut by max_tokens or context
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One LLM request inside an episode, as captured by the gateway: exact ids, never re-tokenised."""
+
+    policy: str
+    index: int  # order of arrival within the episode and policy, from 0
+    prompt_ids: np.ndarray  # [P] int32
+    generation: Generation
+    forked: bool = False  # True: the chat template was not append-only here, the prompt was tokenised afresh
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """One token sequence of one policy in one episode: a branch of the episode's token trie.
+
+    A branch holds only its own tokens, after `fork_at` tokens of `parent_branch`. All [T] arrays have equal length.
+    """
+
+    policy: str
+    branch: int  # from 0 within the episode and policy
+    parent_branch: int  # -1: none (then fork_at is 0)
+    fork_at: int  # length of the shared prefix, in tokens of the parent's full sequence
+    token_ids: np.ndarray  # [T] int32
+    loss_mask: np.ndarray  # [T] bool: True where the token was sampled by this policy
+    behavior_logprobs: np.ndarray  # [T] float32; 0 where loss_mask is False
+    versions: np.ndarray  # [T] int32; -1 where loss_mask is False
+    call_index: np.ndarray  # [T] int16: the call that sampled the token; -1 where loss_mask is False
+    reward: float | None = None  # None: unscored, takes no part in any baseline
+    rewards_per_call: tuple[float, ...] = ()  # empty: no per-call reward
+    finish_reason: str = "stop"  # of the last call of the branch
+    truncated: bool = False  # some call of the branch ended by "length"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a workflow says of its episode. A plain float or dict that it returns becomes one of these."""
+
+    reward: float | dict[str, float | None] | None = None  # one for all policies, or per policy; None: unscored
+    rewards_per_call: dict[str, list[float]] = {}  # policy -> one per call
+    metrics: dict[str, float] = {}  # "success" (0 or 1) is shown in reports; default: reward >= 1
+
+
+class Episode(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt at a task by a workflow; committed atomically, all policies at once."""
+
+    episode_id: str  # "<group_id>/<k>"
+    attempt: int  # from 1; a late result of an older attempt is refused
+    node_id: str
+    task: Task
+    trajectories: list[Trajectory]  # may be empty when `error` is set
+    error: str | None = None  # "<kind>: <message>"; None: the episode ran to its end
+    metrics: dict[str, float] = {}
+    wall_s: float = 0.0  # duration on the node
+
+
+class EpisodeLease(msgspec.Struct, frozen=True, kw_only=True):
+    """The right to play one episode until a deadline. Produced by dataflow, consumed by a node."""
+
+    episode_id: str
+    group_id: str
+    attempt: int
+    task: Task
+    purpose: Purpose = "train"
+    timeout_s: float  # the node must commit within this many seconds of receiving the lease
+    min_versions: dict[str, int]  # policy -> oldest weight version that may start this episode
+    sampling: dict[str, Sampling]  # policy -> defaults of every call (max_tokens is the cap)
+
+
+class WeightVersion(msgspec.Struct, frozen=True):
+    """The newest published version of a policy and where to fetch it."""
+
+    policy: str
+    version: int  # -1: nothing published yet
+    urls: tuple[str, ...] = ()  # weight stores to try in order: file:// first when on the same host
+
+
+class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """The control part of a batch; its rows travel as Arrow beside it (`wire.codec.TRAINING_SCHEMA`)."""
+
+    batch_id: str
+    policy: str
+    step: int  # the step this batch is for: the version that will be published after it (>= 1)
+    num_groups: int
+    num_episodes: int
+    lease_s: float  # extended by trainer heartbeats
+    replay: bool = False  # True: served again after a resume
+    metrics: dict[str, float] = {}  # reward/mean, success/mean, staleness/mean, ... of this batch
+
+
+class Group(msgspec.Struct, kw_only=True):
+    """The sibling episodes of one task as an operator sees them. Lists have one entry per scored-or-not episode."""
+
+    group_id: str
+    policy: str
+    task: Task
+    episode_ids: list[str]
+    rewards: list[float | None]  # [G] None: unscored or failed
+    rewards_per_call: list[tuple[float, ...]]  # [G]
+    metrics: list[Mapping[str, float]]  # [G]
+    num_tokens: list[int]  # [G] sampled tokens
+    min_version: list[int]  # [G] oldest version among sampled tokens; -1: none sampled
+    errors: list[str | None]  # [G]
+    advantages: list[float] | None = None  # [G] set by an advantage operator; None: not yet
+    weight: float = 1.0  # loss weight, >= 0
