@@ -50,8 +50,9 @@ class Engine(Protocol):
         """Stop a request: its future ends with what was sampled so far, finish_reason "cancelled"."""
 
     def load_weights(self, version: int, tensors: Mapping[str, Any]) -> Future[int]:
-        """Swap to `version` between two decode steps; in-flight requests go on under it. `tensors`: name -> torch tensor
-        by Hugging Face name. The future gives the version once it is in force."""
+        """Swap to `version` between two decode steps; in-flight requests go on under it.
+
+        `tensors`: Hugging Face name -> torch tensor. The future gives the version once it is in force."""
 
     @property
     def version(self) -> int:

@@ -74,8 +74,8 @@ def resolve(room: str, type_name: str, where: str) -> Any:
         hint = f"did you mean '{near[0]}'? " if near else ""
         raise Problem(
             where, type_name, f"is not a known name of {room}",
-            f"{hint}known: {', '.join(sorted(table))}; or give 'package.module:Object' (no entry point astraflow.{room} "
-            "has this name either)",
+            f"{hint}known: {', '.join(sorted(table))}; or give 'package.module:Object' "
+            f"(no entry point astraflow.{room} has this name either)",
         )  # fmt: skip
     module_name, _, attribute = path.partition(":")
     try:

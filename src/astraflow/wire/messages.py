@@ -4,20 +4,20 @@ JSON on the wire (msgspec). Bulk rows travel as Arrow IPC streams whose schema m
 (`wire.codec`). All requests are idempotent by the ids in them. Times are durations in seconds: clocks of two hosts
 are never compared.
 
-| request                                | sender  | body -> reply                              | blocks up to wait_s for       |
-|----------------------------------------|---------|--------------------------------------------|-------------------------------|
-| GET  /run                              | any     | -> RunReply                                | -                             |
-| POST /nodes                            | node    | Join -> JoinReply                          | -                             |
-| POST /nodes/{id}/heartbeat             | node    | Heartbeat -> HeartbeatReply                | -                             |
-| DELETE /nodes/{id}                     | node    | -> Ok (drain: leases are given back)       | -                             |
-| POST /leases                           | node    | LeaseRequest -> LeaseReply                 | an admissible episode         |
-| POST /episodes                         | node    | Arrow(EpisodesHeader) -> EpisodesReply     | -                             |
-| POST /policies/{p}/resume              | trainer | Resume -> ResumeReply                      | -                             |
-| POST /policies/{p}/heartbeat           | trainer | TrainerHeartbeat -> Ok                     | -                             |
-| POST /policies/{p}/batches             | trainer | BatchRequest -> Arrow(BatchHeader) / 204   | a full batch                  |
-| POST /policies/{p}/batches/{b}/ack     | trainer | Ack -> Ok                                  | -                             |
-| POST /policies/{p}/checkpoints         | trainer | Checkpoint -> Ok                           | -                             |
-| GET  /status /metrics /events          | people  | -> JSON / Prometheus text / SSE            | -                             |
+| request                            | sender  | body -> reply                            | blocks up to wait_s for |
+|------------------------------------|---------|------------------------------------------|-------------------------|
+| GET  /run                          | any     | -> RunReply                              | -                       |
+| POST /nodes                        | node    | Join -> JoinReply                        | -                       |
+| POST /nodes/{id}/heartbeat         | node    | Heartbeat -> HeartbeatReply              | -                       |
+| DELETE /nodes/{id}                 | node    | -> Ok (drain: leases are given back)     | -                       |
+| POST /leases                       | node    | LeaseRequest -> LeaseReply               | an admissible episode   |
+| POST /episodes                     | node    | Arrow(EpisodesHeader) -> EpisodesReply   | -                       |
+| POST /policies/{p}/resume          | trainer | Resume -> ResumeReply                    | -                       |
+| POST /policies/{p}/heartbeat       | trainer | TrainerHeartbeat -> Ok                   | -                       |
+| POST /policies/{p}/batches         | trainer | BatchRequest -> Arrow(BatchHeader) / 204 | a full batch            |
+| POST /policies/{p}/batches/{b}/ack | trainer | Ack -> Ok                                | -                       |
+| POST /policies/{p}/checkpoints     | trainer | Checkpoint -> Ok                         | -                       |
+| GET  /status /metrics /events      | people  | -> JSON / Prometheus text / SSE          | -                       |
 
 Errors: any status >= 400 carries `Failure`. 401 token, 404 unknown id, 409 refused by state, 410 the run is over,
 422 malformed, 426 protocol mismatch, 507 journal cannot be written.

@@ -1,0 +1,41 @@
+"""The only reader of environment variables.
+
+| variable          | meaning                                                                       |
+|-------------------|-------------------------------------------------------------------------------|
+| ASTRAFLOW_TOKEN   | bearer token of every service of a run; needed as soon as one is not loopback |
+| ASTRAFLOW_CACHE   | where converted models are kept (default: the user's cache directory)         |
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+TOKEN_VARIABLE = "ASTRAFLOW_TOKEN"
+
+
+def token_from_env() -> str | None:
+    """The bearer token, or None."""
+    return os.environ.get(TOKEN_VARIABLE) or None
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept; not created here."""
+    if given := os.environ.get("ASTRAFLOW_CACHE"):
+        return Path(given).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "astraflow"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "astraflow"
+
+
+def child_environment(token: str | None, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a child process: ours, the token if any, one thread for libraries that read it at import."""
+    env = dict(os.environ)
+    env.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+    env.pop(TOKEN_VARIABLE, None)
+    if token:
+        env[TOKEN_VARIABLE] = token
+    env.update(extra or {})
+    return env

@@ -1,0 +1,205 @@
+"""TOML file + `--a.b=c` overrides -> RunConfig, with all problems at once and nearest-name hints."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from astraflow.config.rooms import check_options, resolve
+from astraflow.config.schema import Component, RunConfig
+from astraflow.errors import ConfigError, Problem
+
+
+def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, override and check a run file.
+
+    Raises: ConfigError: everything that is wrong with it, in one list.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            str(path), [f"cannot be read ({error.strerror}); give the path of a run file, see `astraflow recipes`"]
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), [f"is not valid TOML: {error}"]) from error
+    problems = _apply(raw, overrides)
+    if problems:
+        raise ConfigError(str(path), problems)
+    return check_run(raw, str(path), path.parent)
+
+
+def config_from_json(text: str | bytes) -> RunConfig:
+    """A resolved run file (as saved in the run directory, or sent by the dataflow service)."""
+    return RunConfig.model_validate_json(text)
+
+
+def resolved_json(config: RunConfig) -> str:
+    """Every setting with its value, defaults included. No secret is ever part of a run file."""
+    return config.model_dump_json(indent=2)
+
+
+def check_run(raw: dict[str, Any], origin: str, base: Path | None = None) -> RunConfig:
+    """Validate a raw mapping; relative `path` options are taken from `base`."""
+    try:
+        config = RunConfig.model_validate(_rebase(raw, base))
+    except ValidationError as error:
+        raise ConfigError(origin, [_sentence(e) for e in error.errors()]) from None
+    problems = [*_check_names(config), *_check_components(config)]
+    if problems:
+        raise ConfigError(origin, problems)
+    return config
+
+
+def _rebase(raw: dict[str, Any], base: Path | None) -> dict[str, Any]:
+    """Paths in a run file are relative to the file, wherever the command is run."""
+    if base is None:
+        return raw
+    for table in [*_tables(raw.get("sources")), *_tables(raw.get("policies"))]:
+        for key in ("path", "model"):
+            value = table.get(key)
+            if isinstance(value, str) and not Path(value).is_absolute() and (base / value).exists():
+                table[key] = str((base / value).resolve())
+    return raw
+
+
+def _tables(section: Any) -> list[dict[str, Any]]:
+    return [t for t in section.values() if isinstance(t, dict)] if isinstance(section, dict) else []
+
+
+def _apply(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Write `--a.b.c=value` into `raw`; values are TOML, else plain strings; list items are addressed by number."""
+    problems = []
+    for item in overrides:
+        key, equals, text = item.removeprefix("--").partition("=")
+        if not item.startswith("--") or not equals or not key:
+            problems.append(f"override={item!r} must look like --section.key=value; put overrides after the recipe")
+            continue
+        try:
+            _assign(raw, key.split("."), _value(text))
+        except (LookupError, TypeError, ValueError) as error:
+            problems.append(f"override={item!r} does not fit the run file ({error}); name an existing section")
+    return problems
+
+
+def _assign(node: Any, path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        if isinstance(node, list):
+            node = node[int(part)]
+            continue
+        if isinstance(node.get(part), str):  # a component given by its bare name gains options
+            node[part] = {"type": node[part]}
+        node = node.setdefault(part, {})
+    if isinstance(node, list):
+        node[int(path[-1])] = value
+    elif isinstance(node.get(path[-1]), dict) and isinstance(value, str):
+        node[path[-1]]["type"] = value
+    else:
+        node[path[-1]] = value
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _sentence(error: ErrorDetails) -> str:
+    where = ".".join(str(p) for p in error["loc"])
+    value = error.get("input")
+    match error["type"]:
+        case "extra_forbidden":
+            known = _known_keys(error["loc"])
+            near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(known)}"
+            return f"{where}={value!r} is not a setting; {hint}"
+        case "missing":
+            return f"{where} is missing; this setting has no default"
+        case "greater_than_equal" if where.endswith("max_staleness"):
+            return f"{where}={value!r} must be >= 0; use 0 for synchronous training"
+        case _:
+            message = error["msg"].replace("Input should be", "must be").replace("Value error, ", "")
+            return f"{where}={value!r} {message}; see docs/configuration.md"
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    """Settings beside the unknown one, found by walking the schema along its path."""
+    model: Any = RunConfig
+    for part in loc[:-1]:
+        fields = model.model_fields if isinstance(model, type) and issubclass(model, BaseModel) else {}
+        annotation = fields[part].annotation if part in fields else None
+        model = _inner_model(annotation) or model
+    return sorted(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _inner_model(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in get_args(annotation):
+        if (found := _inner_model(argument)) is not None:
+            return found
+    return None
+
+
+def _check_names(config: RunConfig) -> list[str]:
+    """Names that refer to other parts of the file, and combinations that cannot work."""
+    problems = []
+    known = ", ".join(sorted(config.sources)) or "none"
+    wanted = [("train_source", config.train_source)]
+    if config.evaluation is not None:
+        wanted.append(("evaluation.source", config.evaluation.source))
+    for name, policy in config.policies.items():
+        if policy.warm_start is not None:
+            wanted.append((f"policies.{name}.warm_start.source", policy.warm_start.source))
+        if config.workflow.group_size < 2 and policy.algorithm.advantage.type == "grpo":
+            problems.append(
+                f"workflow.group_size={config.workflow.group_size} must be >= 2 for "
+                f"policies.{name}.algorithm.advantage=grpo; siblings are compared with each other"
+            )
+    for where, source in wanted:
+        if source not in config.sources:
+            near = difflib.get_close_matches(source, config.sources, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known sources: {known}"
+            problems.append(f"{where}={source!r} names no source; {hint}")
+    if not config.policies:
+        problems.append("policies={} must name at least one policy; add [policies.actor] with a model")
+    names = [n.name for n in config.rollout.nodes]
+    for name in sorted({n for n in names if names.count(n) > 1}):
+        problems.append(f"rollout.nodes.name={name!r} is used twice; give each node its own name")
+    return problems
+
+
+def _check_components(config: RunConfig) -> list[str]:
+    """Every `type` exists and takes the options given; rooms that load torch are checked when they are built."""
+    problems: list[str] = []
+    for name, source in config.sources.items():
+        problems += _check("sources", source, f"sources.{name}", set())
+    if ":" not in config.workflow.type:
+        problems += _check("workflows", config.workflow, "workflow", {"policies"})
+    for name, policy in config.policies.items():
+        where = f"policies.{name}"
+        for i, operator in enumerate(policy.operators):
+            problems += _check("operators", operator, f"{where}.operators.{i}", set())
+        problems += _check("advantages", policy.algorithm.advantage, f"{where}.algorithm.advantage", set())
+    return problems
+
+
+def _check(room: str, component: Component, where: str, given: set[str]) -> list[str]:
+    try:
+        target = resolve(room, component.type, f"{where}.type")
+    except Problem as error:
+        return [str(error)]
+    return check_options(target, component.options, where, given)
+
+
+def dump_for_people(config: RunConfig) -> str:
+    """The resolved settings as one JSON document for `astraflow validate --show`."""
+    return json.dumps(json.loads(resolved_json(config)), indent=2, sort_keys=False)

@@ -1,0 +1,218 @@
+"""Trajectories as Arrow columns: flat buffers plus offsets, never one message per row, never pickle, never padding.
+
+A body is one Arrow IPC stream whose schema metadata carries the control header (a msgspec struct as JSON), so a put
+or a get is one request with one buffer. Reading is zero-copy: columns are views into the received buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from astraflow.errors import SchemaError
+from astraflow.types import Episode, Trajectory
+from astraflow.wire.messages import EpisodeHeader, EpisodesHeader
+
+H = TypeVar("H", bound=msgspec.Struct)
+CONTENT_TYPE = "application/vnd.apache.arrow.stream"
+HEADER_KEY = b"astraflow.header"
+
+TRAJECTORY_SCHEMA = pa.schema(
+    [
+        pa.field("episode_id", pa.string(), False),
+        pa.field("attempt", pa.int32(), False),
+        pa.field("group_id", pa.string(), False),
+        pa.field("source", pa.string(), False),
+        pa.field("row", pa.int64(), False),
+        pa.field("epoch", pa.int32(), False),
+        pa.field("policy", pa.string(), False),
+        pa.field("branch", pa.int32(), False),
+        pa.field("parent_branch", pa.int32(), False),
+        pa.field("fork_at", pa.int32(), False),
+        pa.field("token_ids", pa.list_(pa.int32()), False),
+        pa.field("loss_mask", pa.list_(pa.bool_()), False),
+        pa.field("behavior_logprobs", pa.list_(pa.float32()), False),
+        pa.field("versions", pa.list_(pa.int32()), False),
+        pa.field("call_index", pa.list_(pa.int16()), False),
+        pa.field("reward", pa.float32(), True),  # null: unscored
+        pa.field("rewards_per_call", pa.list_(pa.float32()), False),
+        pa.field("finish_reason", pa.string(), False),
+        pa.field("truncated", pa.bool_(), False),
+    ]
+)
+"""One row per branch (design section 5). Episode-level facts (error, metrics, wall_s) are in the header of a put."""
+
+TRAINING_SCHEMA = pa.schema(
+    [
+        *TRAJECTORY_SCHEMA,
+        pa.field("advantages", pa.list_(pa.float32()), False),  # [T] per own token, 0 where not sampled
+        pa.field("weight", pa.float32(), False),  # loss weight of the trajectory
+    ]
+)
+
+TOKEN_COLUMNS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "call_index")
+
+
+def encode_episodes(episodes: Sequence[Episode], node_id: str) -> tuple[EpisodesHeader, pa.RecordBatch]:
+    """Header and rows of one commit; the rows of an episode are contiguous and in the order of the headers."""
+    headers, owners, rows = [], [], []
+    for episode in episodes:
+        headers.append(
+            EpisodeHeader(
+                episode_id=episode.episode_id,
+                attempt=episode.attempt,
+                num_rows=len(episode.trajectories),
+                error=episode.error,
+                metrics=episode.metrics,
+                wall_s=episode.wall_s,
+            )
+        )
+        owners.extend([episode] * len(episode.trajectories))
+        rows.extend(episode.trajectories)
+    columns = {
+        "episode_id": [e.episode_id for e in owners],
+        "attempt": [e.attempt for e in owners],
+        "group_id": [e.task.group_id if "/" not in e.episode_id else e.episode_id.rpartition("/")[0] for e in owners],
+        "source": [e.task.source for e in owners],
+        "row": [e.task.row for e in owners],
+        "epoch": [e.task.epoch for e in owners],
+        "policy": [t.policy for t in rows],
+        "branch": [t.branch for t in rows],
+        "parent_branch": [t.parent_branch for t in rows],
+        "fork_at": [t.fork_at for t in rows],
+        "reward": [t.reward for t in rows],
+        "rewards_per_call": [t.rewards_per_call for t in rows],
+        "finish_reason": [t.finish_reason for t in rows],
+        "truncated": [t.truncated for t in rows],
+    }
+    offsets = _offsets(rows)
+    arrays = []
+    for field in TRAJECTORY_SCHEMA:
+        if field.name in TOKEN_COLUMNS:
+            arrays.append(_token_column(field, rows, offsets))
+        else:
+            arrays.append(pa.array(columns[field.name], field.type))
+    return EpisodesHeader(node_id=node_id, episodes=headers), pa.RecordBatch.from_arrays(
+        arrays, schema=TRAJECTORY_SCHEMA
+    )
+
+
+def _offsets(rows: Sequence[Trajectory]) -> pa.Array:
+    lengths = np.fromiter((len(t.token_ids) for t in rows), np.int32, len(rows))
+    return pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+def _token_column(field: pa.Field, rows: Sequence[Trajectory], offsets: pa.Array) -> pa.ListArray:
+    numpy_type = field.type.value_type.to_pandas_dtype()
+    parts = [_array_of(t, field.name) for t in rows]
+    for trajectory, part in zip(rows, parts, strict=True):
+        if len(part) != len(trajectory.token_ids):
+            raise SchemaError(
+                field.name, len(part), f"must have one entry per token ({len(trajectory.token_ids)})",
+                "keep ids, mask, logprobs, versions and call_index of a trajectory equally long",
+            )  # fmt: skip
+        if part.dtype != np.dtype(numpy_type):
+            raise SchemaError(
+                field.name, str(part.dtype), f"must be {field.type.value_type}", "convert it at its source"
+            )
+    flat = np.concatenate(parts) if parts else np.empty(0, numpy_type)
+    return pa.ListArray.from_arrays(offsets, pa.array(flat), type=field.type)
+
+
+def _array_of(t: Trajectory, name: str) -> np.ndarray:
+    match name:
+        case "token_ids":
+            return t.token_ids
+        case "loss_mask":
+            return t.loss_mask
+        case "behavior_logprobs":
+            return t.behavior_logprobs
+        case "versions":
+            return t.versions
+        case _:
+            return t.call_index
+
+
+def write_stream(header: msgspec.Struct, table: pa.Table | pa.RecordBatch) -> pa.Buffer:
+    """One Arrow IPC stream with `header` in its schema metadata. The buffer supports len() and the buffer protocol."""
+    schema = table.schema.with_metadata({HEADER_KEY: msgspec.json.encode(header)})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as writer:
+        if isinstance(table, pa.RecordBatch):
+            writer.write_batch(table.replace_schema_metadata(schema.metadata))
+        else:
+            writer.write_table(table.replace_schema_metadata(schema.metadata))
+    return sink.getvalue()
+
+
+def read_stream(buffer: bytes | memoryview | pa.Buffer, header_type: type[H]) -> tuple[H, pa.Table]:
+    """Inverse of `write_stream`; the columns are views of `buffer`.
+
+    Raises: SchemaError: not an Arrow stream, or no header, or a header of another type.
+    """
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(buffer)) as reader:
+            table = reader.read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise SchemaError(
+            "body", f"{len(buffer)} bytes", f"must be an Arrow IPC stream ({error})", "send " + CONTENT_TYPE
+        ) from error
+    metadata = table.schema.metadata or {}
+    if HEADER_KEY not in metadata:
+        raise SchemaError(
+            "body", "no header", "must carry 'astraflow.header' in its schema metadata", "use write_stream"
+        )
+    try:
+        header = msgspec.json.decode(metadata[HEADER_KEY], type=header_type)
+    except msgspec.DecodeError as error:
+        raise SchemaError(
+            "astraflow.header", str(error), f"must be a {header_type.__name__}", "use write_stream"
+        ) from error
+    return header, table.replace_schema_metadata(None)
+
+
+def check_schema(table: pa.Table, schema: pa.Schema) -> None:
+    """Refuse a table that lacks a column, has one of another dtype, or whose token columns differ in length."""
+    for field in schema:
+        index = table.schema.get_field_index(field.name)
+        if index < 0:
+            raise SchemaError("column", field.name, "is missing", f"send it as {field.type}")
+        got = table.schema.field(index)
+        if got.type != field.type:
+            raise SchemaError(
+                f"column {field.name}", str(got.type), f"must be {field.type}", "it is never cast; convert it"
+            )
+        if not field.nullable and table.column(index).null_count:
+            raise SchemaError(
+                f"column {field.name}", f"{table.column(index).null_count} nulls", "must have none", "fill it"
+            )
+    lengths = list_lengths(table.column("token_ids"))
+    for name in TOKEN_COLUMNS[1:]:
+        other = list_lengths(table.column(name))
+        if not np.array_equal(lengths, other):
+            row = int(np.flatnonzero(lengths != other)[0])
+            raise SchemaError(
+                f"column {name}", int(other[row]), f"must have {int(lengths[row])} entries in row {row}, as token_ids",
+                "keep the token columns equally long",
+            )  # fmt: skip
+
+
+def list_lengths(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
+    """[rows] int64: entries of each list."""
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    parts = [np.diff(c.offsets.to_numpy()) for c in chunks]
+    return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+
+
+def flat_values(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
+    """All list entries one after the other; zero-copy for one numeric chunk (bools are unpacked)."""
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    parts = [c.flatten().to_numpy(zero_copy_only=not pa.types.is_boolean(c.type.value_type)) for c in chunks]
+    if len(parts) == 1:
+        first: np.ndarray = parts[0]
+        return first
+    return np.concatenate(parts) if parts else np.empty(0, column.type.value_type.to_pandas_dtype())

@@ -1,0 +1,206 @@
+"""Client and app against each other over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyarrow as pa
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from astraflow.errors import (
+    DataflowError,
+    JournalError,
+    LaunchError,
+    ProtocolMismatch,
+    SchemaError,
+    Unauthorized,
+    Unreachable,
+    WireError,
+)
+from astraflow.wire import client as client_module
+from astraflow.wire.app import (
+    HttpError,
+    bind,
+    check_bind,
+    create_app,
+    json_reply,
+    read_body,
+    read_json,
+    serve,
+    stream_reply,
+)
+from astraflow.wire.client import HttpClient
+from astraflow.wire.codec import read_stream, write_stream
+from astraflow.wire.messages import Failure, Ok
+
+
+async def echo(request: Request) -> Response:
+    return json_reply(await read_json(request, Ok))
+
+
+async def bulk(request: Request) -> Response:
+    return stream_reply(await read_body(request))
+
+
+async def fail(request: Request) -> Response:
+    raise {
+        "state": DataflowError("batch", 7, "is not leased", "pull it first"),
+        "disk": JournalError("journal", "x", "cannot be written", "free some disk"),
+        "schema": SchemaError("column", "a", "is missing", "send it"),
+        "gone": HttpError(410, "run=calculator is over; stop"),
+    }[request.path_params["kind"]]
+
+
+@contextmanager
+def running(token: str | None = None) -> Iterator[str]:
+    routes = [
+        Route("/echo", echo, methods=["POST"]),
+        Route("/bulk", bulk, methods=["POST"]),
+        Route("/fail/{kind}", fail),
+    ]
+    url: list[str] = []
+    ready = threading.Event()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    def on_ready(text: str) -> None:
+        url.append(text)
+        ready.set()
+
+    async def main() -> None:
+        await serve(create_app(routes, token=token), bind("127.0.0.1", 0, "port"), on_ready, stop)
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield url[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()
+
+
+def test_struct_goes_there_and_back() -> None:
+    with running() as url:
+        assert HttpClient(url).json("POST", "/echo", Ok(ok=False), Ok) == Ok(ok=False)
+
+
+def test_bulk_of_several_pieces_comes_back_in_one_buffer() -> None:
+    table = pa.table({"x": pa.array(range(2_000_000), pa.int64())})
+    with running() as url:
+        client = HttpClient(url)
+        data = write_stream(Ok(), table)
+        _, payload, _ = client._send("POST", "/bulk", memoryview(data), "application/vnd.apache.arrow.stream", 0.0)
+        assert read_stream(payload, Ok)[1].equals(table)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "text"),
+    [
+        ("state", 409, "batch=7 is not leased; pull it first"),
+        ("disk", 507, "journal=x cannot be written"),
+        ("schema", 422, "column=a is missing"),
+        ("gone", 410, "run=calculator is over; stop"),
+    ],
+)
+def test_an_error_reaches_the_caller_as_the_same_sentence(kind: str, status: int, text: str) -> None:
+    with running() as url, pytest.raises(WireError, match=text) as caught:
+        HttpClient(url).json("GET", f"/fail/{kind}", None, Ok)
+    assert caught.value.status == status
+
+
+def test_a_body_of_another_shape_is_422_with_the_reason() -> None:
+    with running() as url, pytest.raises(WireError, match="must be a Ok") as caught:
+        HttpClient(url).json("POST", "/echo", Failure("x"), list[int])
+        HttpClient(url).post_bytes("/echo", b"[1]", Ok)
+    assert caught.value.status == 422
+
+
+@pytest.mark.parametrize("token", [None, "wrong", "rightx"])
+def test_a_missing_or_wrong_token_is_refused_and_never_repeated_in_the_message(token: str | None) -> None:
+    with running("right") as url, pytest.raises(Unauthorized) as caught:
+        HttpClient(url, token).json("POST", "/echo", Ok(), Ok)
+    assert "ASTRAFLOW_TOKEN" in str(caught.value)
+    assert "right" not in str(caught.value)
+
+
+def test_the_right_token_is_let_in() -> None:
+    with running("right") as url:
+        assert HttpClient(url, "right").json("POST", "/echo", Ok(), Ok).ok
+
+
+def test_another_protocol_version_is_refused_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "PROTOCOL", 99)
+    with running() as url, pytest.raises(ProtocolMismatch, match="protocol=99 must be 1"):
+        HttpClient(url).json("POST", "/echo", Ok(), Ok)
+
+
+def test_nobody_there_is_unreachable_within_the_budget() -> None:
+    sock = bind("127.0.0.1", 0, "port")
+    port = sock.getsockname()[1]
+    sock.close()
+    with pytest.raises(Unreachable, match=rf"127.0.0.1:{port}/echo gave no answer in 0 s"):
+        HttpClient(f"http://127.0.0.1:{port}", give_up_s=0.2).json("POST", "/echo", Ok(), Ok)
+
+
+def test_a_peer_that_accepts_and_never_answers_is_unreachable() -> None:
+    sock = bind("127.0.0.1", 0, "port")
+    try:
+        client = HttpClient(f"http://127.0.0.1:{sock.getsockname()[1]}", timeout_s=0.1, give_up_s=0.3)
+        with pytest.raises(Unreachable):
+            client.json("POST", "/echo", Ok(), Ok)
+        assert client.num_retries >= 1
+    finally:
+        sock.close()
+
+
+def test_a_url_without_a_scheme_is_refused_at_once() -> None:
+    with pytest.raises(WireError, match="must start with http"):
+        HttpClient("127.0.0.1:8000")
+
+
+def test_eight_services_bind_port_zero_without_a_clash() -> None:
+    socks = [bind("127.0.0.1", 0, "port") for _ in range(8)]
+    assert len({s.getsockname()[1] for s in socks}) == 8
+    for s in socks:
+        s.close()
+
+
+def test_a_used_port_is_named_with_its_setting() -> None:
+    taken = bind("127.0.0.1", 0, "dataflow.port")
+    port = taken.getsockname()[1]
+    with pytest.raises(LaunchError, match=rf"dataflow.port=127.0.0.1:{port} cannot be bound .*; choose another port"):
+        bind("127.0.0.1", port, "dataflow.port")
+    taken.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "example.org"])
+def test_an_address_beyond_loopback_needs_a_token(host: str) -> None:
+    with pytest.raises(LaunchError, match="is not loopback and there is no token"):
+        check_bind(host, None, "dataflow.host")
+    check_bind(host, "token", "dataflow.host")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_loopback_needs_no_token(host: str) -> None:
+    check_bind(host, None, "dataflow.host")
+
+
+@pytest.mark.parametrize("path", ["/echo", "/bulk"])
+def test_a_pickle_sent_to_a_service_is_refused_or_only_bytes(path: str) -> None:
+    bomb = b"cposix\nsystem\n(S'touch pwned'\ntR."
+    with running() as url:
+        with socket.create_connection(url.removeprefix("http://").split(":"), timeout=5) as sock:
+            sock.sendall(
+                b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(bomb)) + bomb
+            )
+            answer = sock.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 422") or bomb in answer
