@@ -96,8 +96,8 @@ class Environment(Protocol):
     def reset(self, task: Task) -> list[Message]:
         """The opening messages."""
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Run one tool; a wrong call returns a text that says so, it does not raise."""
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
+        """Run one tool; a wrong call returns a text that says so, it does not raise. None: the conversation ends here."""
 
     def score(self, messages: Sequence[Message]) -> Outcome:
         """The outcome of the finished conversation."""

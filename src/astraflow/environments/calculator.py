@@ -1,0 +1,93 @@
+"""The two-turn calculator: call the tool with the problem, then answer with what the tool said.
+
+`3*4?` -> calc(expr="3*4") -> `<12>` -> `12.`
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from astraflow.types import Message, Outcome, Task
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calc",
+            "description": "Evaluate one sum.",
+            "parameters": {
+                "type": "object",
+                "properties": {"expr": {"type": "string", "description": "Two digits with an operator between them."}},
+                "required": ["expr"],
+            },
+        },
+    }
+]
+_EXPR = re.compile(r"[0-9][-+*][0-9]", re.ASCII)
+
+FOR_A_CALL, FOR_COPYING, FOR_THE_ANSWER = 0.1, 0.2, 0.7
+
+
+def evaluate(expr: str) -> int:
+    """`expr` is one digit, one of + - *, one digit."""
+    a, op, b = int(expr[0]), expr[1], int(expr[2])
+    return a + b if op == "+" else a - b if op == "-" else a * b
+
+
+class Calculator:
+    """Reward: 0.1 for a valid call, 0.2 x share of the problem copied into it, 0.7 for the right answer after it.
+
+    Only `digit operator digit` is a call; anything else ends the conversation as plain content would. The answer counts
+    when it is the second turn, ended by itself (not by length), and reads `<number>.`.
+    """
+
+    def __init__(self) -> None:
+        self._problem = self._answer = ""
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return TOOLS
+
+    def reset(self, task: Task) -> list[Message]:
+        self._problem, self._answer = task["text"], task["answer"]
+        return [{"role": "user", "content": self._problem}]
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
+        expr = _valid_expr(name, arguments)
+        return None if expr is None else f"<{evaluate(expr)}>"
+
+    def score(self, messages: Sequence[Message]) -> Outcome:
+        turns = [m for m in messages if m["role"] == "assistant"]
+        expr = _called(turns[0]) if turns else None
+        if expr is None:
+            return Outcome(reward=0.0, metrics={"success": 0.0})
+        reward = FOR_A_CALL + FOR_COPYING * sum(a == b for a, b in zip(expr, self._problem, strict=False)) / 3
+        right = len(turns) == 2 and _says(turns[1], self._answer + ".")
+        return Outcome(reward=reward + (FOR_THE_ANSWER if right else 0.0), metrics={"success": float(right)})
+
+
+def _valid_expr(name: str, arguments: Mapping[str, Any]) -> str | None:
+    expr = arguments.get("expr")
+    return expr if name == "calc" and isinstance(expr, str) and _EXPR.fullmatch(expr) else None
+
+
+def _called(turn: Message) -> str | None:
+    """The expression of the first call of `turn`, if it is a valid one."""
+    calls = turn.get("tool_calls")
+    if not calls:
+        return None
+    function = calls[0]["function"]
+    try:
+        arguments = msgspec.json.decode(function["arguments"], type=dict[str, Any])
+    except msgspec.DecodeError:
+        return None
+    return _valid_expr(function["name"], arguments)
+
+
+def _says(turn: Message, text: str) -> bool:
+    ended = turn.get("finish_reason") == "stop" and not turn.get("tool_calls")
+    return ended and (turn.get("content") or "").strip() == text

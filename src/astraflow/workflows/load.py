@@ -1,0 +1,83 @@
+"""From `[workflow]` to something that plays episodes; and the reward functions and environments that workflows name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from astraflow.config.rooms import build, check_options, resolve
+from astraflow.contracts import LLM, RewardFunction
+from astraflow.errors import ConfigError, Problem
+
+PlayFunction = Callable[..., Any]
+"""`play(task, llm)`: a coroutine function, or a plain one, which then runs in a thread with a blocking `llm`."""
+
+
+class ComponentLike(Protocol):
+    """What is chosen by `type`; `config.schema.Component` is one."""
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def options(self) -> dict[str, Any]: ...
+
+
+def build_workflow(component: ComponentLike, policies: Sequence[str]) -> PlayFunction:
+    """The workflow of `component`; options of a class go to its constructor, those of a function to each call.
+
+    Raises: Problem or ConfigError: unknown type, unknown option, a policy that the run does not have.
+    """
+    target, options = resolve("workflows", component.type, "workflow.type"), component.options
+    is_class = inspect.isclass(target)
+    given = set() if is_class else set(list(inspect.signature(target).parameters)[:2])
+    problems = check_options(target, options, "workflow", given)
+    if problems:
+        raise ConfigError("workflow", problems)
+    check_policy(options.get("policy"), policies)
+    if is_class:
+        return cast(PlayFunction, target(**options))
+    return functools.partial(target, **options) if options else cast(PlayFunction, target)
+
+
+def check_policy(policy: object, policies: Sequence[str]) -> None:
+    """Raises: Problem: a workflow that names a policy which the run does not have."""
+    if policy is not None and policy not in policies:
+        known = ", ".join(sorted(policies))
+        raise Problem("workflow.policy", policy, "is not a policy of this run", f"name one of: {known}")
+
+
+def choose_policy(llm: Mapping[str, LLM], policy: str | None) -> LLM:
+    """The client of `policy`, or of the only policy.
+
+    Raises: Problem: several policies and none named.
+    """
+    if policy is not None:
+        return llm[policy]
+    if len(llm) != 1:
+        known = ", ".join(sorted(llm))
+        raise Problem("workflow.policy", None, "must be given when a run has several policies", f"one of: {known}")
+    return next(iter(llm.values()))
+
+
+def reward_function(spec: str | Mapping[str, Any], where: str = "workflow.reward") -> RewardFunction:
+    """A built-in name, `module:Class` with options, or `module:function`."""
+    return cast(RewardFunction, factory("rewards", spec, where)())
+
+
+def factory(room: str, spec: str | Mapping[str, Any], where: str) -> Callable[[], Any]:
+    """Makes what `spec` (a name, or `{type = ..., option = ...}`) describes; everything is checked here and now."""
+    chosen = {"type": spec} if isinstance(spec, str) else dict(spec)
+    type_name = chosen.pop("type", None)
+    if not isinstance(type_name, str):
+        raise Problem(f"{where}.type", type_name, "must be a text", 'write a name or {type = "name", ...}')
+    target = resolve(room, type_name, f"{where}.type")
+    if inspect.isfunction(target):
+        bound = functools.partial(target, **chosen) if chosen else target
+        return lambda: bound
+    problems = check_options(target, chosen, where, set())
+    if problems:
+        raise ConfigError(where, problems)
+    return functools.partial(build, room, type_name, chosen, where)
