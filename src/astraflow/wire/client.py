@@ -53,12 +53,12 @@ class HttpClient:
         """Send a struct, get a struct. `wait_s`: how long the service itself may hold the request (long poll)."""
         data = msgspec.json.encode(body) if body is not None else None
         _, payload, _ = self._send(method, path, data, "application/json", wait_s)
-        return msgspec.json.decode(payload, type=reply)
+        return self._decode(path, payload, reply)
 
     def post_bytes(self, path: str, data: bytes | memoryview, reply: type[R]) -> R:
         """Send an Arrow stream, get a struct."""
         _, payload, _ = self._send("POST", path, data, CONTENT_TYPE, 0.0)
-        return msgspec.json.decode(payload, type=reply)
+        return self._decode(path, payload, reply)
 
     def get_bytes(
         self,
@@ -151,6 +151,14 @@ class HttpClient:
         if response.status >= 400:
             raise self._failure(path, response.status, payload)
         return response.status, payload, response.headers
+
+    def _decode(self, path: str, payload: memoryview, reply: type[R]) -> R:
+        try:
+            return msgspec.json.decode(payload, type=reply)
+        except msgspec.DecodeError as error:
+            raise WireError(
+                f"url={self.base_url}{path} answered something else than {reply} ({error}); is this an AstraFlow service?"
+            ) from error
 
     def _failure(self, path: str, status: int, payload: memoryview | bytes) -> WireError:
         try:

@@ -38,7 +38,7 @@ from astraflow.wire.app import (
 )
 from astraflow.wire.client import HttpClient
 from astraflow.wire.codec import read_stream, write_stream
-from astraflow.wire.messages import Failure, Ok
+from astraflow.wire.messages import Ok
 
 
 async def echo(request: Request) -> Response:
@@ -119,9 +119,13 @@ def test_an_error_reaches_the_caller_as_the_same_sentence(kind: str, status: int
 
 def test_a_body_of_another_shape_is_422_with_the_reason() -> None:
     with running() as url, pytest.raises(WireError, match="must be a Ok") as caught:
-        HttpClient(url).json("POST", "/echo", Failure("x"), list[int])
         HttpClient(url).post_bytes("/echo", b"[1]", Ok)
     assert caught.value.status == 422
+
+
+def test_an_answer_of_another_shape_is_a_wire_error() -> None:
+    with running() as url, pytest.raises(WireError, match="is this an AstraFlow service"):
+        HttpClient(url).json("POST", "/echo", Ok(), list[int])
 
 
 @pytest.mark.parametrize("token", [None, "wrong", "rightx"])
