@@ -181,6 +181,7 @@ def bind(host: str, port: int, setting: str) -> socket.socket:
         sock.bind((host, port))
         sock.listen(1024)
     except OSError as error:
+        sock.close()
         raise LaunchError(
             setting,
             f"{host}:{port}",

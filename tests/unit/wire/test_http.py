@@ -198,13 +198,10 @@ def test_loopback_needs_no_token(host: str) -> None:
     check_bind(host, None, "dataflow.host")
 
 
-@pytest.mark.parametrize("path", ["/echo", "/bulk"])
-def test_a_pickle_sent_to_a_service_is_refused_or_only_bytes(path: str) -> None:
+def test_a_pickle_sent_to_a_service_is_refused() -> None:
     bomb = b"cposix\nsystem\n(S'touch pwned'\ntR."
     with running() as url:
         with socket.create_connection(url.removeprefix("http://").split(":"), timeout=5) as sock:
-            sock.sendall(
-                b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(bomb)) + bomb
-            )
+            sock.sendall(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(bomb) + bomb)
             answer = sock.recv(65536)
-    assert answer.startswith(b"HTTP/1.1 422") or bomb in answer
+    assert answer.startswith(b"HTTP/1.1 422")
