@@ -4,6 +4,7 @@
 |-------------------|-------------------------------------------------------------------------------|
 | ASTRAFLOW_TOKEN   | bearer token of every service of a run; needed as soon as one is not loopback |
 | ASTRAFLOW_CACHE   | where converted models are kept (default: the user's cache directory)         |
+| ASTRAFLOW_SHARED_MEMORY | "0": bulk bodies go over TCP even on one host                           |
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ def cache_dir() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "astraflow"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "astraflow"
+
+
+def shared_memory_allowed() -> bool:
+    """False when ASTRAFLOW_SHARED_MEMORY is "0"."""
+    return os.environ.get("ASTRAFLOW_SHARED_MEMORY") != "0"
 
 
 def child_environment(token: str | None, extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from astraflow.errors import (
     AstraFlowError,
@@ -29,6 +29,7 @@ from astraflow.errors import (
     WireError,
 )
 from astraflow.wire.codec import CONTENT_TYPE
+from astraflow.wire.local import BODY_HEADER, HOST_HEADER, MIN_BYTES, SharedBodies, host_identity, take
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 
 T = TypeVar("T")
@@ -84,7 +85,19 @@ class _Gatekeeper:
                 )
                 await json_reply(failure, 426)(scope, receive, send)
                 return
-        await self.app(scope, receive, send)
+        await self.app(scope, receive, self._signed(send) if scope["type"] == "http" else send)
+
+    def _signed(self, send: Send) -> Send:
+        """Every answer says which host it comes from, so that a client on the same one may share memory."""
+        if not (identity := host_identity().encode()):
+            return send
+
+        async def signed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (HOST_HEADER.encode(), identity)]
+            await send(message)
+
+        return signed
 
 
 async def _health(request: Request) -> Response:
@@ -115,9 +128,14 @@ def json_reply(body: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-def stream_reply(body: pa.Buffer | bytes | memoryview) -> Response:
-    """An Arrow stream as a response, sent in large pieces without a copy of the whole."""
+_shared = SharedBodies()
+
+
+def stream_reply(request: Request, body: pa.Buffer | bytes | memoryview) -> Response:
+    """An Arrow stream as a response: through shared memory on one host, else in large pieces without a copy."""
     view = memoryview(body)
+    if len(view) >= MIN_BYTES and _same_host(request) and (name := _shared.put(view)) is not None:
+        return Response(b"", 200, {BODY_HEADER: name}, media_type=CONTENT_TYPE)
     headers = {"content-length": str(len(view))}
     if len(view) <= _PIECE:
         return Response(bytes(view), 200, headers, media_type=CONTENT_TYPE)
@@ -129,17 +147,25 @@ def stream_reply(body: pa.Buffer | bytes | memoryview) -> Response:
     return StreamingResponse(pieces(), 200, headers, media_type=CONTENT_TYPE)
 
 
+def _same_host(request: Request) -> bool:
+    return bool(host_identity()) and request.headers.get(HOST_HEADER) == host_identity()
+
+
 async def read_json(request: Request, kind: type[T]) -> T:
     """The body as a struct; 422 with the reason when it is not one."""
     body = await read_body(request)
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
-        raise HttpError(422, f"body={body[:80]!r} must be a {kind.__name__} ({error}); see docs/protocol.md") from error
+        raise HttpError(
+            422, f"body={bytes(body[:80])!r} must be a {kind.__name__} ({error}); see docs/protocol.md"
+        ) from error
 
 
-async def read_body(request: Request) -> bytes:
-    """The whole body in one buffer."""
+async def read_body(request: Request) -> bytes | memoryview:
+    """The whole body in one buffer (a mapped one when it came through shared memory)."""
+    if (name := request.headers.get(BODY_HEADER)) is not None and _same_host(request):
+        return take(name)
     try:
         return await request.body()
     except ClientDisconnect as error:

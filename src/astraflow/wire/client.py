@@ -19,6 +19,7 @@ import urllib3
 
 from astraflow.errors import ProtocolMismatch, Unauthorized, Unreachable, WireError
 from astraflow.wire.codec import CONTENT_TYPE
+from astraflow.wire.local import BODY_HEADER, HOST_HEADER, MIN_BYTES, SharedBodies, host_identity, take
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 
 R = TypeVar("R")
@@ -44,7 +45,11 @@ class HttpClient:
         self.timeout_s, self.give_up_s = timeout_s, give_up_s
         self.num_retries = 0
         self._stop = threading.Event()
+        self._shared = SharedBodies()
+        self._same_host = False  # learnt from the first answer
         self._headers = {PROTOCOL_HEADER: str(PROTOCOL)}
+        if host_identity():
+            self._headers[HOST_HEADER] = host_identity()
         if token:
             self._headers["authorization"] = f"Bearer {token}"
         self._pool = urllib3.PoolManager(maxsize=max_connections, retries=False)
@@ -56,8 +61,16 @@ class HttpClient:
         return self._decode(path, payload, reply)
 
     def post_bytes(self, path: str, data: bytes | memoryview, reply: type[R]) -> R:
-        """Send an Arrow stream, get a struct."""
-        _, payload, _ = self._send("POST", path, data, CONTENT_TYPE, 0.0)
+        """Send an Arrow stream, get a struct. Large bodies go through shared memory on one host."""
+        view = memoryview(data)
+        if self._same_host and len(view) >= MIN_BYTES and (name := self._shared.put(view)) is not None:
+            try:
+                _, payload, _ = self._send("POST", path, b"", CONTENT_TYPE, 0.0, {BODY_HEADER: name})
+                return self._decode(path, payload, reply)
+            except WireError as error:  # the name was used up by a request whose answer was lost: send it inline
+                if error.status != 422:
+                    raise
+        _, payload, _ = self._send("POST", path, view, CONTENT_TYPE, 0.0)
         return self._decode(path, payload, reply)
 
     def get_bytes(
@@ -103,6 +116,7 @@ class HttpClient:
     def close(self) -> None:
         """End waits and drop connections."""
         self._stop.set()
+        self._shared.sweep(everything=True)
         self._pool.clear()
 
     def _timeout(self, wait_s: float) -> urllib3.Timeout:
@@ -150,14 +164,16 @@ class HttpClient:
             response.release_conn()
         if response.status >= 400:
             raise self._failure(path, response.status, payload)
-        return response.status, payload, response.headers
+        self._same_host = bool(host_identity()) and response.headers.get(HOST_HEADER) == host_identity()
+        name = response.headers.get(BODY_HEADER)
+        return response.status, payload if name is None else take(name), response.headers
 
     def _decode(self, path: str, payload: memoryview, reply: type[R]) -> R:
         try:
             return msgspec.json.decode(payload, type=reply)
         except msgspec.DecodeError as error:
             raise WireError(
-                f"url={self.base_url}{path} answered something else than {reply} ({error}); is this an AstraFlow service?"
+                f"url={self.base_url}{path} answered no {reply} ({error}); is this an AstraFlow service?"
             ) from error
 
     def _failure(self, path: str, status: int, payload: memoryview | bytes) -> WireError:

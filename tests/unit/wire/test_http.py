@@ -38,6 +38,7 @@ from astraflow.wire.app import (
 )
 from astraflow.wire.client import HttpClient
 from astraflow.wire.codec import read_stream, write_stream
+from astraflow.wire.local import host_identity
 from astraflow.wire.messages import Ok
 
 
@@ -46,7 +47,7 @@ async def echo(request: Request) -> Response:
 
 
 async def bulk(request: Request) -> Response:
-    return stream_reply(await read_body(request))
+    return stream_reply(request, await read_body(request))
 
 
 async def fail(request: Request) -> Response:
@@ -93,13 +94,16 @@ def test_struct_goes_there_and_back() -> None:
         assert HttpClient(url).json("POST", "/echo", Ok(ok=False), Ok) == Ok(ok=False)
 
 
-def test_bulk_of_several_pieces_comes_back_in_one_buffer() -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_bulk_of_several_pieces_comes_back_in_one_buffer(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "host_identity", host_identity if shared else lambda: "")
     table = pa.table({"x": pa.array(range(2_000_000), pa.int64())})
     with running() as url:
         client = HttpClient(url)
         data = write_stream(Ok(), table)
         _, payload, _ = client._send("POST", "/bulk", memoryview(data), "application/vnd.apache.arrow.stream", 0.0)
         assert read_stream(payload, Ok)[1].equals(table)
+        assert client._same_host is shared
 
 
 @pytest.mark.parametrize(
@@ -200,8 +204,7 @@ def test_loopback_needs_no_token(host: str) -> None:
 
 def test_a_pickle_sent_to_a_service_is_refused() -> None:
     bomb = b"cposix\nsystem\n(S'touch pwned'\ntR."
-    with running() as url:
-        with socket.create_connection(url.removeprefix("http://").split(":"), timeout=5) as sock:
-            sock.sendall(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(bomb) + bomb)
-            answer = sock.recv(65536)
+    with running() as url, socket.create_connection(url.removeprefix("http://").split(":"), timeout=5) as sock:
+        sock.sendall(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(bomb) + bomb)
+        answer = sock.recv(65536)
     assert answer.startswith(b"HTTP/1.1 422")
