@@ -1,0 +1,128 @@
+"""What every benchmark leaves: `results/<question>.json` and a table on the terminal.
+
+A figure is a fact: a bound that does not hold is written down, it does not fail the run. `bench_check` lists them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("astraflow", "torch", "transformers", "numpy", "pyarrow", "trl")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One figure that must be reached."""
+
+    name: str
+    value: float | None  # None: not measured, which is not ok
+    unit: str
+    bound: str  # "<= 0.05", ">= 1.3"
+    ok: bool
+
+    @classmethod
+    def at_most(cls, name: str, value: float | None, bound: float, unit: str = "") -> Check:
+        """`value <= bound`."""
+        return cls(name, value, unit, f"<= {bound:g}", value is not None and value <= bound)
+
+    @classmethod
+    def at_least(cls, name: str, value: float | None, bound: float, unit: str = "") -> Check:
+        """`value >= bound`."""
+        return cls(name, value, unit, f">= {bound:g}", value is not None and value >= bound)
+
+
+@dataclass
+class Result:
+    """The answer to one question; `question` names the file."""
+
+    question: str
+    settings: Mapping[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+    def write(self, folder: Path = RESULTS) -> Path:
+        """Save as `<question>.json` in `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.question}.json"
+        text = json.dumps({
+            "commit": commit(), "machine": machine(), "settings": dict(self.settings), "rows": self.rows,
+            "checks": [asdict(check) for check in self.checks],
+        }, indent=1)  # fmt: skip
+        path.write_text(text + "\n")
+        return path
+
+    def show(self) -> None:
+        """Print rows and checks as tables."""
+        console = Console(width=None if os.isatty(1) else 160)
+        console.print(table(self.question, self.rows))
+        if self.checks:
+            console.print(table("checks", [asdict(check) for check in self.checks]))
+
+
+def table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
+    """A table over the union of the rows' keys, in order of appearance."""
+    rows = list(rows)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    shown = Table(title=title)
+    for column in columns:
+        shown.add_column(column, overflow="fold")
+    for row in rows:
+        shown.add_row(*[_cell(row.get(column)) for column in columns])
+    return shown
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def commit() -> str:
+    """The commit that was measured; `-dirty` when tracked files differ from it, `unknown` outside a checkout."""
+    top = Path(__file__).parent
+    head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=top, capture_output=True, text=True)
+    if head.returncode:
+        return "unknown"
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"],
+        cwd=top.parent, capture_output=True, text=True,
+    )  # fmt: skip
+    return head.stdout.strip() + ("-dirty" if changed.stdout.strip() else "")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "system": f"{platform.system()} {platform.machine()}", "cpu": _cpu(), "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(), "packages": versions,
+    }  # fmt: skip
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

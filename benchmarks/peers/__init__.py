@@ -1,0 +1,1 @@
+"""Published systems measured on the same work, in an environment of their own (see README.md here)."""
