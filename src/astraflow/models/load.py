@@ -1,0 +1,79 @@
+"""Models of a directory and their tensors by Hugging Face name. Never asks the network."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from astraflow.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(directory: Path | str, dtype: str = "float32", attention: str = "sdpa") -> PreTrainedModel:
+    """The causal language model of `directory`, in eval mode; `dtype` is a name of torch.
+
+    Raises: ModelError: unknown dtype, or the directory holds no model that transformers can load.
+    """
+    if dtype not in DTYPES:
+        raise ModelError("dtype", dtype, f"is not one of {', '.join(DTYPES)}", "choose one of them")
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            str(directory), dtype=DTYPES[dtype], attn_implementation=attention, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(
+            "model", str(directory), f"cannot be loaded ({_first_line(error)})",
+            "give a Hugging Face directory of a causal language model with config.json and *.safetensors",
+        ) from error  # fmt: skip
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def state_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Weights by Hugging Face name, detached views of the live ones; tied weights once, under their first name."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key in seen and tensor.numel():
+            continue
+        seen.add(key)
+        found[name] = tensor
+    return found
+
+
+@torch.no_grad()
+def load_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy `tensors` into the model in place, in the model's own dtype. Nothing is changed unless all of them fit.
+
+    Raises: ModelError: a name of `state_tensors(model)` is missing or unknown, or a shape differs.
+    """
+    own = state_tensors(model)
+    for name, tensor in tensors.items():
+        if name not in own:
+            near = difflib.get_close_matches(name, own, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else "publish this model's own weights"
+            raise ModelError("tensor", name, "is not a weight of this model", hint)
+        if tensor.shape != own[name].shape:
+            raise ModelError(
+                f"tensor {name}.shape", tuple(tensor.shape), f"must be {tuple(own[name].shape)}",
+                "use the same model directory for the trainer and the engine",
+            )  # fmt: skip
+    missing = [name for name in own if name not in tensors]
+    if missing:
+        raise ModelError(
+            "tensors", missing[:3], f"are missing ({len(missing)} of {len(own)})", "publish every weight of the model"
+        )
+    for name, tensor in tensors.items():
+        own[name].copy_(tensor)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
