@@ -43,7 +43,7 @@ class Problem:
 
 
 def problem_stream(rng: random.Random, listed: Path | None) -> Iterator[Problem]:
-    """Endless problems: of all 300, or of the JSON list `[[text, answer], ...]` (what a run file's train split holds)."""
+    """Endless problems: of all 300, or of a JSON list `[[text, answer], ...]` (the train split of a run file)."""
     if listed is None:
         while True:
             yield draw(rng)
