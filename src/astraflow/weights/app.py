@@ -1,0 +1,159 @@
+"""The HTTP side of a run's weights: every policy below one root, read-only, in large pieces.
+
+| request                                       | reply                                        |
+|-----------------------------------------------|----------------------------------------------|
+| GET /weights/{policy}                         | `Listing`                                    |
+| GET /weights/{policy}/{version}/manifest.json | the manifest; starts a reader's lease        |
+| GET /weights/{policy}/{version}/{name}        | a part or file; one Range is honoured (206)  |
+
+Versions are immutable, so readers share nothing but the page cache: a slow one holds a file descriptor, one piece of
+memory and a lease that it extends only while it takes bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from astraflow.weights.leases import ReaderLease
+from astraflow.weights.manifest import MANIFEST, is_file_name, is_policy_name
+from astraflow.weights.store import FileStore
+from astraflow.wire.app import HttpError, create_app, json_reply
+
+PIECE_BYTES = 4 << 20
+STALL_S = 120.0
+"""A reader that takes no piece for this long is cut; it resumes by Range."""
+
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+class Listing(msgspec.Struct):
+    """Visible versions of a policy."""
+
+    policy: str
+    latest: int  # -1: none
+    versions: list[int]  # oldest first
+
+
+class _PartReply(StreamingResponse):
+    """Bytes of an open file in pieces. Owns the file and the lease; gives up on a reader that takes nothing."""
+
+    def __init__(
+        self, fd: int, span: tuple[int, int], lease: ReaderLease, status: int, headers: dict[str, str]
+    ) -> None:
+        super().__init__(self._pieces(), status, headers, media_type="application/octet-stream")
+        self._fd, self._span, self._lease = fd, span, lease
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            os.close(self._fd)
+            self._lease.release()
+
+    async def stream_response(self, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            await asyncio.wait_for(send(message), STALL_S)
+
+        await super().stream_response(send_in_time)
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        position, stop = self._span
+        while position < stop:
+            piece = await asyncio.to_thread(os.pread, self._fd, min(PIECE_BYTES, stop - position), position)
+            if not piece:
+                raise HttpError(500, "part=cut is shorter than it was; the disk lost bytes", "WeightError")
+            yield piece
+            self._lease.extend()
+            position += len(piece)
+
+
+def create_weights_app(root: Path, token: str | None) -> Starlette:
+    """The app over `<root>/<policy>/<version>/...`."""
+    root = Path(root).absolute()
+
+    async def listing(request: Request) -> Response:
+        policy = _policy(request)
+        versions = FileStore(root, policy).versions()
+        return json_reply(Listing(policy, versions[-1] if versions else -1, versions))
+
+    async def file(request: Request) -> Response:
+        policy, name = _policy(request), request.path_params["name"]
+        version: int = request.path_params["version"]
+        directory = root / policy
+        if not is_file_name(name):
+            raise _not_found("file", name, "must be a plain name that the manifest gives")
+        lease = ReaderLease(directory, version)
+        fd = _open(directory / str(version) / name)
+        lease.extend()
+        try:
+            size = os.fstat(fd).st_size
+            if name == MANIFEST:
+                # The lease stays: it covers the time until the reader asks for the first part.
+                reply = Response(os.pread(fd, size, 0), media_type="application/json")
+                os.close(fd)
+                return reply
+            return _part_reply(request, fd, size, lease)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    return create_app(
+        [Route("/weights/{policy}", listing), Route("/weights/{policy}/{version:int}/{name}", file)], token=token
+    )
+
+
+def _part_reply(request: Request, fd: int, size: int, lease: ReaderLease) -> Response:
+    start, stop, status = _range(request.headers.get("range"), size)
+    headers = {"accept-ranges": "bytes", "content-length": str(stop - start)}
+    if status == 206:
+        headers["content-range"] = f"bytes {start}-{stop - 1}/{size}"
+    return _PartReply(fd, (start, stop), lease, status, headers)
+
+
+def _range(header: str | None, size: int) -> tuple[int, int, int]:
+    """First byte, end (exclusive) and status. Of a range that we do not know: the whole file, as HTTP allows."""
+    found = _RANGE.fullmatch(header or "")
+    if found is None or found.groups() == ("", ""):
+        return 0, size, 200
+    first, last = found.groups()
+    if first:
+        start, stop = int(first), min(int(last) + 1, size) if last else size
+    else:
+        start, stop = max(0, size - int(last)), size
+    if start >= stop:
+        raise HttpError(416, f"range={header} must lie within {size} bytes; ask for less", "WeightError")
+    return start, stop, 206
+
+
+def _policy(request: Request) -> str:
+    policy: str = request.path_params["policy"]
+    if not is_policy_name(policy):
+        raise _not_found("policy", policy, "is not a policy name")
+    return policy
+
+
+def _open(path: Path) -> int:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise _not_found("version", "/".join(path.parts[-3:]), f"cannot be read ({error.strerror})") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _not_found("version", "/".join(path.parts[-3:]), "is not a file")
+    return fd
+
+
+def _not_found(thing: str, value: str, rule: str) -> HttpError:
+    return HttpError(404, f"{thing}={value} {rule}; fetch the newest version, or raise weights.keep", "WeightError")

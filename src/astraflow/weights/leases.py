@@ -1,0 +1,73 @@
+"""Reader leases: small files that keep a version from being deleted while somebody reads it.
+
+A lease is `.readers/<version>.<unique>` whose modification time is its deadline, so that of a dead reader runs out. A
+missed lease is harmless: a version disappears by one rename, so a reader gets all of it or "missing".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+LEASE_S = 60.0
+
+
+def _folder(policy_dir: Path) -> Path:
+    return policy_dir / ".readers"
+
+
+class ReaderLease:
+    """One reader of one version. `extend` while bytes flow, `release` at the end."""
+
+    def __init__(self, policy_dir: Path, version: int, seconds: float = LEASE_S) -> None:
+        self._path = _folder(policy_dir) / f"{version}.{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._seconds = seconds
+        self._renew_at = 0.0
+
+    def extend(self) -> None:
+        """Move the deadline; cheap to call often. A directory that cannot be written has nothing to protect from us."""
+        now = time.time()
+        if now < self._renew_at:
+            return
+        with contextlib.suppress(OSError):
+            self._path.touch()
+            os.utime(self._path, (now, now + self._seconds))
+        self._renew_at = now + self._seconds / 4
+
+    def release(self) -> None:
+        """Give the lease back."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def reading(policy_dir: Path, version: int, seconds: float = LEASE_S) -> Iterator[ReaderLease]:
+    """Hold a lease for the length of a block."""
+    lease = ReaderLease(policy_dir, version, seconds)
+    lease.extend()
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def leased_versions(policy_dir: Path) -> set[int]:
+    """Versions with a live reader; leases that have run out are removed."""
+    live: set[int] = set()
+    now = time.time()
+    try:
+        found = list(os.scandir(_folder(policy_dir)))
+    except FileNotFoundError:
+        return live
+    for item in found:
+        version = item.name.partition(".")[0]
+        with contextlib.suppress(FileNotFoundError):
+            if item.stat().st_mtime > now:
+                live.add(int(version))
+            else:
+                os.unlink(item.path)
+    return live

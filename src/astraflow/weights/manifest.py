@@ -1,0 +1,152 @@
+"""What one weight version is made of: the record in `<policy>/<version>/manifest.json`.
+
+A version's directory is also an ordinary Hugging Face directory: parts are safetensors files beside the config and
+tokenizer files. Checksums are xxh3-128 in hex. `tensors` says what the content is, `parts` say how it travels.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+import msgspec
+
+from astraflow.errors import WeightError
+
+MANIFEST = "manifest.json"
+DTYPES = {
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1),
+    "BOOL": ("bool", 1), "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1),
+}  # fmt: skip
+"""Safetensors dtype code -> (torch name, bytes per element)."""
+
+_POLICY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+
+
+class TornPart(WeightError):
+    """Bytes are not those that were published; fetching them again may help."""
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """Content of one tensor."""
+
+    name: str  # Hugging Face name
+    dtype: str  # a key of DTYPES
+    shape: tuple[int, ...]
+    xxh3: str  # of the raw little-endian bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the raw bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype][1]
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where a tensor's raw bytes lie in its part."""
+
+    name: str
+    offset: int  # bytes from the start of the part file
+    nbytes: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One file to fetch. encoding "full": a safetensors file that holds whole tensors."""
+
+    name: str
+    encoding: Literal["full"]
+    nbytes: int
+    xxh3: str  # of the whole file
+    tensors: tuple[Placement, ...]
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """A small file that a node without the model directory needs: config, tokenizer, chat template."""
+
+    name: str
+    nbytes: int
+    xxh3: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One immutable version of one policy. Produced by the trainer, consumed by nodes and relays."""
+
+    policy: str
+    version: int  # >= 0
+    parent: int  # the version published before it; -1: none
+    tensors: tuple[TensorEntry, ...]
+    parts: tuple[Part, ...]
+    files: tuple[FileEntry, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def same_content(self, other: Manifest) -> bool:
+        """Equal tensors and files, however they are packed into parts."""
+        return _content(self) == _content(other)
+
+    def entries(self) -> dict[str, TensorEntry]:
+        """Tensor name -> entry."""
+        return {entry.name: entry for entry in self.tensors}
+
+
+def _content(manifest: Manifest) -> tuple[frozenset[TensorEntry], frozenset[FileEntry]]:
+    # The index file only names the parts, and the packing of equal content may change between releases.
+    files = frozenset(f for f in manifest.files if not f.name.endswith(".index.json"))
+    return frozenset(manifest.tensors), files
+
+
+def read_manifest(payload: bytes | memoryview, policy: str, version: int, where: str) -> Manifest:
+    """Decode and check a manifest that was read from `where`.
+
+    Raises: TornPart: damaged. WeightError: of another policy or version.
+    """
+    try:
+        manifest = msgspec.json.decode(payload, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise _torn(where, f"is not a manifest ({error})") from error
+    if (manifest.policy, manifest.version) != (policy, version):
+        raise WeightError(
+            where, f"{manifest.policy}/{manifest.version}", f"must be {policy}/{version}",
+            "the URL leads to the weights of another run or policy",
+        )  # fmt: skip
+    _check(manifest, where)
+    return manifest
+
+
+def _check(manifest: Manifest, where: str) -> None:
+    names = [*(p.name for p in manifest.parts), *(f.name for f in manifest.files)]
+    for name in names:
+        if not is_file_name(name):
+            raise _torn(where, f"names a file {name!r} that is not a plain name")
+    if len(set(names)) != len(names):
+        raise _torn(where, "names a file twice")
+    for entry in manifest.tensors:
+        if entry.dtype not in DTYPES or min(entry.shape, default=0) < 0:
+            raise _torn(where, f"describes {entry.name} as {entry.dtype} {entry.shape}")
+    entries = manifest.entries()
+    placed = [place.name for part in manifest.parts for place in part.tensors]
+    if len(entries) != len(manifest.tensors) or sorted(placed) != sorted(entries):
+        raise _torn(where, "does not place each tensor exactly once")
+    for part in manifest.parts:
+        for place in part.tensors:
+            if place.nbytes != entries[place.name].nbytes or not 0 <= place.offset <= part.nbytes - place.nbytes:
+                raise _torn(where, f"places {place.name} outside {part.name}")
+
+
+def _torn(where: str, rule: str) -> TornPart:
+    return TornPart("manifest", where, rule, "fetch it again; if it stays, publish the next version")
+
+
+def is_policy_name(text: str) -> bool:
+    """Whether `text` may name a policy (and so a directory)."""
+    return _POLICY.fullmatch(text) is not None and ".." not in text
+
+
+def is_file_name(text: str) -> bool:
+    """Whether `text` is a plain file name inside a version's directory."""
+    return _FILE.fullmatch(text) is not None

@@ -1,0 +1,66 @@
+"""Between torch tensors and raw bytes, without a copy where none is needed. The only torch of the weights room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from astraflow.errors import WeightError
+from astraflow.weights.manifest import DTYPES, Part, TensorEntry, TornPart
+
+if TYPE_CHECKING:
+    import torch
+
+_CODES = {f"torch.{name}": code for code, (name, _) in DTYPES.items()}
+
+
+def checksum(buffer: Any) -> str:
+    """xxh3-128 of a buffer, in hex."""
+    return xxhash.xxh3_128_hexdigest(buffer)
+
+
+def raw_tensors(tensors: Mapping[str, Any]) -> dict[str, tuple[TensorEntry, memoryview]]:
+    """Tensor name -> (entry with checksum, raw bytes). Views of CPU contiguous tensors, copies of all others."""
+    import torch
+
+    found: dict[str, tuple[TensorEntry, memoryview]] = {}
+    for name, tensor in tensors.items():
+        code = _CODES.get(str(tensor.dtype))
+        if code is None:
+            raise WeightError(
+                f"tensor {name}.dtype", str(tensor.dtype), "cannot be published", f"use one of {', '.join(DTYPES)}"
+            )
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        raw = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+        found[name] = (TensorEntry(name, code, tuple(tensor.shape), checksum(raw)), raw)
+    return found
+
+
+def view_part(buffer: Any, part: Part, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    """Tensors of a part as views of its (writable) buffer, each verified against its checksum.
+
+    Raises: TornPart: a tensor's bytes are not those that were published.
+    """
+    import torch
+
+    whole = memoryview(buffer)
+    found: dict[str, torch.Tensor] = {}
+    for place in part.tensors:
+        entry = entries[place.name]
+        dtype: torch.dtype = getattr(torch, DTYPES[entry.dtype][0])  # a literal table of names, not a probe
+        if not place.nbytes:
+            found[place.name] = torch.empty(entry.shape, dtype=dtype)
+            continue
+        got = checksum(whole[place.offset : place.offset + place.nbytes])
+        if got != entry.xxh3:
+            raise TornPart(
+                f"checksum of {part.name}:{place.name}",
+                got,
+                f"must be {entry.xxh3}",
+                "the part is torn; fetch it again",
+            )
+        count = place.nbytes // dtype.itemsize
+        found[place.name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=place.offset).view(entry.shape)
+    return found
