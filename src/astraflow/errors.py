@@ -92,10 +92,13 @@ class EngineError(Problem):
 
 
 class GatewayError(Problem):
-    """An agent sent a request that the gateway cannot serve. `status` is the HTTP status given to the agent."""
+    """An agent sent a request that the gateway cannot serve. `status` is the HTTP status given to the agent, `code`
+    OpenAI's error code (`context_length_exceeded`, ...)."""
 
-    def __init__(self, thing: str, value: object, rule: str, fix: str, status: int = 400) -> None:
-        self.status = status
+    def __init__(
+        self, thing: str, value: object, rule: str, fix: str, status: int = 400, code: str | None = None
+    ) -> None:
+        self.status, self.code = status, code
         super().__init__(thing, value, rule, fix)
 
 

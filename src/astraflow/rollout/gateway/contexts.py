@@ -1,0 +1,147 @@
+"""Token-exact prompts: a follow-up call reuses the ids of the longest context it continues and tokenises the rest.
+
+The contexts of one episode and policy are a tree of messages; where a reply of ours ended there is a `Context`. A
+request walks down the tree message by message. The deepest context it passes gives the ids, exactly as they were
+given and sampled; only the text after them is encoded:
+
+    text of the request   <user>2*3?</user> <assistant>[2*3]<eos> <tool>6</tool> <assistant>
+    stored ids            ^^^^^^ prompt ^^^^^^^^^^^^^^^^^ sampled^ ^^^^^ encoded now ^^^^^^^
+
+If the template does not write a request as a continuation (thinking removed, tools folded), the next shallower context
+is tried, and the call counts as forked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from astraflow.errors import GatewayError, ModelError
+from astraflow.rollout.gateway.endpoint import Chat
+from astraflow.rollout.gateway.messages import MessageKey, read_messages
+from astraflow.types import Message
+
+Tools = list[dict[str, Any]] | None
+
+
+class Context:
+    """A finished call: its exact ids and the text they stand for."""
+
+    __slots__ = ("call_index", "ended", "ids", "prompt_chars", "text")
+
+    def __init__(self, ids: np.ndarray, text: str, prompt_chars: int, ended: bool, call_index: int) -> None:
+        self.ids = ids  # [P + T] int32, prompt and sampled
+        self.text = text  # rendered prompt, and the reply as the agent got it with its EOS
+        self.prompt_chars = prompt_chars  # length of the rendered prompt in `text`
+        self.ended = ended  # the reply ended by an EOS of the model
+        self.call_index = call_index
+
+
+class _Node:
+    __slots__ = ("children", "context")
+
+    def __init__(self) -> None:
+        self.children: dict[MessageKey, _Node] = {}
+        self.context: Context | None = None
+
+
+class Prompt:
+    """The ids of one request and where its reply will be remembered."""
+
+    __slots__ = ("encoded", "forked", "ids", "node", "text")
+
+    def __init__(self, ids: np.ndarray, text: str, node: _Node, forked: bool, encoded: int) -> None:
+        self.ids = ids  # [P] int32
+        self.text = text  # the whole request as rendered
+        self.node = node
+        self.forked = forked  # a known context was not continued by the template
+        self.encoded = encoded  # how many of the ids were tokenised now
+
+
+class Reply(NamedTuple):
+    """What a context needs to know of a finished call."""
+
+    key: MessageKey  # under which the agent will send it back
+    sampled: np.ndarray  # [T] int32
+    text: str  # as the agent got it, with the EOS if it ended by one
+    ended: bool  # by an EOS of the model
+    call_index: int
+
+
+class Contexts:
+    """All contexts of one episode and policy. Not thread-safe: lives on the gateway's event loop."""
+
+    __slots__ = ("_chat", "_eos_texts", "_root")
+
+    def __init__(self, chat: Chat, eos_texts: Sequence[str]) -> None:
+        self._chat, self._eos_texts = chat, [text for text in eos_texts if text]
+        self._root = _Node()
+
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> Prompt:
+        """Ids for a request.
+
+        Raises: GatewayError: messages that cannot be read or that the template refuses.
+        """
+        keys, plain = read_messages(messages)
+        node, known = self._walk(keys)
+        try:
+            text = self._chat.render(plain, tools, add_generation_prompt=True)
+            for count, context in reversed(known):
+                deepest = context is known[-1][1]
+                if text.startswith(context.text):
+                    tail: str | None = text[len(context.text) :]
+                else:
+                    tail = self._tail(context, text, plain[:count], tools) if deepest else None
+                if tail is not None:
+                    rest = self._encode(tail)
+                    return Prompt(np.concatenate((context.ids, rest)), text, node, not deepest, len(rest))
+            ids = self._encode(text)
+        except ModelError as error:
+            raise GatewayError(
+                "messages", error.value, f"cannot be written by the chat template ({error})",
+                "send roles and an order of messages that the model's template knows",
+            ) from error  # fmt: skip
+        return Prompt(ids, text, node, bool(known), len(ids))
+
+    def remember(self, prompt: Prompt, reply: Reply) -> None:
+        """Store the context that `reply` completes."""
+        node = prompt.node.children.get(reply.key)
+        if node is None:
+            node = prompt.node.children[reply.key] = _Node()
+        elif node.context is not None and node.context.call_index > reply.call_index:
+            return  # of two equal replies the later call stands, whichever ended first
+        ids = np.concatenate((prompt.ids, reply.sampled))
+        node.context = Context(ids, prompt.text + reply.text, len(prompt.text), reply.ended, reply.call_index)
+
+    def _walk(self, keys: Sequence[MessageKey]) -> tuple[_Node, list[tuple[int, Context]]]:
+        """The node of the whole request, and the contexts on the way with their number of messages."""
+        node, known = self._root, []
+        for count, key in enumerate(keys, 1):
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node()
+            node = child
+            if node.context is not None:
+                known.append((count, node.context))
+        return node, known
+
+    def _tail(self, context: Context, text: str, messages: list[Message], tools: Tools) -> str | None:
+        """What `text` says after `context`, whose reply the template writes differently than the policy did (JSON
+        spacing, trimmed content): the ids stay as emitted, and the text goes on where the template ends that reply.
+
+        None: the text does not continue the context. `messages`: those of the context.
+        """
+        prefix = self._chat.render(messages, tools, add_generation_prompt=False)
+        start = context.prompt_chars
+        if not text.startswith(prefix) or not prefix.startswith(context.text[:start]):
+            return None
+        end, eos = max(((prefix.rfind(eos, start), eos) for eos in self._eos_texts), default=(-1, ""))
+        if end < 0:
+            return None
+        # A reply cut by length has no EOS of its own; the template's EOS is then given text, never trained.
+        return text[end + len(eos) if context.ended else end :]
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.asarray(self._chat.encode(text), dtype=np.int32)

@@ -1,0 +1,229 @@
+"""OpenAI's chat completions as records: what agents send and get, over HTTP or over the worker channel.
+
+Unknown request fields are ignored, as SDKs send many. Extras beyond OpenAI: `top_k` and `return_token_ids` in,
+`prompt_token_ids` and `token_ids` out (the names that vLLM uses).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from astraflow.errors import AstraFlowError, GatewayError
+from astraflow.types import Message
+
+PIECE_CHARS = 64  # of one streamed delta
+
+
+class ChatRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/chat/completions. None: not given."""
+
+    model: str  # a policy
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None  # "auto" and "none" are served
+    temperature: float | None = None  # recorded, never followed: the lease's value wins
+    top_p: float | None = None  # likewise
+    top_k: int | None = None  # likewise
+    max_tokens: int | None = None  # at most the lease's
+    max_completion_tokens: int | None = None  # newer name of max_tokens
+    n: int | None = None  # 1
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None  # 0
+    response_format: dict[str, Any] | None = None  # {"type": "text"}
+    return_token_ids: bool | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    """Name and arguments of one tool call; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """One tool call of an assistant message."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    """The reply. `content` is None when the reply is tool calls and nothing else."""
+
+    role: str = "assistant"
+    content: str | None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class TokenLogprob(msgspec.Struct):
+    """One sampled token; `logprob` at the sampling temperature."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Any]
+
+
+class Logprobs(msgspec.Struct):
+    """Per sampled token."""
+
+    content: list[TokenLogprob]
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """The only choice of a completion."""
+
+    index: int = 0
+    message: AssistantMessage
+    finish_reason: str  # "stop" | "length" | "tool_calls"
+    logprobs: Logprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET  # sampled ids, when return_token_ids
+
+
+class Usage(msgspec.Struct):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """Reply of POST /v1/chat/completions."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int  # Unix seconds
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET  # when return_token_ids
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A piece of tool call number `index`."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: dict[str, str]
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """A piece of the reply."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, kw_only=True):
+    """The only choice of a chunk."""
+
+    index: int = 0
+    delta: Delta
+    finish_reason: str | None = None  # set in the last chunk
+    logprobs: Logprobs | None = None  # all of them, in the last chunk
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One server-sent event of a streamed completion."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ErrorBody(msgspec.Struct):
+    """OpenAI's error."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(msgspec.Struct):
+    """Body of any reply with status >= 400."""
+
+    error: ErrorBody
+
+
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 410: "episode_closed"}
+_decode_request = msgspec.json.Decoder(ChatRequest).decode
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """The body of POST /v1/chat/completions.
+
+    Raises: GatewayError: not JSON, or a field of a wrong type.
+    """
+    try:
+        return _decode_request(body)
+    except msgspec.DecodeError as error:
+        raise GatewayError(
+            "body", body[:80], f"is not a chat completion request ({error})", "send OpenAI's JSON"
+        ) from error  # fmt: skip
+
+
+def failure(error: AstraFlowError) -> tuple[int, bytes]:
+    """Status and OpenAI's error object for an error that the gateway raised."""
+    if isinstance(error, GatewayError):
+        status, param, code = error.status, error.thing, error.code
+    else:
+        status, param, code = 500, None, None
+    kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return status, msgspec.json.encode(ErrorReply(ErrorBody(str(error), kind, param, code)))
+
+
+def chunks(completion: ChatCompletion, *, include_usage: bool = False) -> Iterator[ChatChunk]:
+    """A finished completion as the events of a stream: role, pieces, finish reason, usage."""
+    choice = completion.choices[0]
+
+    def chunk(delta: Delta, finish: str | None = None, logprobs: Logprobs | None = None) -> ChatChunk:
+        piece = ChunkChoice(delta=delta, finish_reason=finish, logprobs=logprobs)
+        return ChatChunk(
+            id=completion.id, created=completion.created, model=completion.model, choices=[piece],
+            usage=None if include_usage else UNSET,
+        )  # fmt: skip
+
+    yield chunk(Delta(role="assistant", content=""))
+    for piece in _pieces(choice.message.content or ""):
+        yield chunk(Delta(content=piece))
+    for index, call in enumerate(choice.message.tool_calls or ()):
+        opening = ToolCallDelta(
+            index=index, id=call.id, type=call.type, function={"name": call.function.name, "arguments": ""}
+        )
+        yield chunk(Delta(tool_calls=[opening]))
+        for piece in _pieces(call.function.arguments):
+            yield chunk(Delta(tool_calls=[ToolCallDelta(index=index, function={"arguments": piece})]))
+    yield chunk(Delta(), choice.finish_reason, choice.logprobs)
+    if include_usage:
+        last = chunk(Delta())
+        last.choices, last.usage = [], completion.usage
+        yield last
+
+
+def sse(chunk: ChatChunk) -> bytes:
+    """One server-sent event. A stream ends with `SSE_DONE`."""
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+SSE_DONE = b"data: [DONE]\n\n"
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for start in range(0, len(text), PIECE_CHARS):
+        yield text[start : start + PIECE_CHARS]
