@@ -1,0 +1,121 @@
+"""Logprobs of the trained tokens of a pack, for any Hugging Face causal decoder.
+
+One flattened [1, T] forward pass without padding; the vocabulary projection runs only at positions whose next token
+is trained, in chunks that are computed again in the backward pass, so that [N, V] logits never exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from astraflow.errors import ModelError
+from astraflow.training.attention import IMPLEMENTATION, pack_layout
+from astraflow.training.packing import Pack
+
+CHUNK_ELEMENTS = 1 << 25  # logits of one chunk: 128 MB in float32
+
+# Settings that change logits after the projection; a model that has one would be scored wrongly.
+UNSUPPORTED_HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Switch `model` to packed attention, dropout off.
+
+    Raises: ModelError: its logits are scaled or capped after the projection.
+    """
+    config = model.config.to_dict()
+    for name in UNSUPPORTED_HEADS:
+        if config.get(name) not in (None, 1, 1.0):
+            raise ModelError(f"model.config.{name}", config[name], "is not supported by the trainer", "use another model")
+    model.set_attn_implementation(IMPLEMENTATION)
+    return model.eval()
+
+
+class PackedPolicy(nn.Module):
+    """A decoder as a function of a pack, so that `functional_call` can run it under other weights."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs [N] float32 (with gradient) and entropies [N] float32 (without), of `log_softmax(logits / T)`."""
+        model = self.model
+        device = model.device
+        hidden = model.base_model(
+            input_ids=torch.from_numpy(pack.token_ids).to(device)[None],
+            position_ids=torch.from_numpy(pack.position_ids).to(device)[None],
+            use_cache=False,
+            pack_layout=pack_layout(pack.cu_lengths, device),
+        ).last_hidden_state[0]
+        head = model.get_output_embeddings()
+        picked = hidden.index_select(0, torch.from_numpy(pack.target_index).to(device))
+        targets = torch.from_numpy(pack.target_ids).to(device)
+        logprobs, entropies = [], []
+        for part, wanted in zip(
+            *(x.split(max(1, CHUNK_ELEMENTS // head.weight.shape[0])) for x in (picked, targets)), strict=True
+        ):
+            logprob, entropy = HeadLogprobs.apply(part, head.weight, head.bias, wanted, temperature)
+            logprobs.append(logprob)
+            entropies.append(entropy)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+
+def packed_logprobs(
+    model: PreTrainedModel, pack: Pack, temperature: float, weights: Mapping[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and entropies [N] of the trained tokens; under `weights` (by Hugging Face name) when given."""
+    policy = PackedPolicy(model)
+    if weights is None:
+        return policy(pack, temperature)
+    named = {f"model.{name}": tensor for name, tensor in weights.items()}
+    return torch.func.functional_call(policy, named, (pack, temperature))
+
+
+class HeadLogprobs(torch.autograd.Function):
+    """Vocabulary projection, log-softmax and pick in one; keeps hidden states only, logits are computed twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = _logits(hidden, weight, bias, temperature)
+        norm = logits.logsumexp(-1)
+        logprobs = logits.gather(1, targets[:, None])[:, 0] - norm
+        probabilities = (logits - norm[:, None]).exp_()
+        entropies = norm - (probabilities.mul_(logits)).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, norm)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, norm = ctx.saved_tensors
+        upstream = gradients[0] / ctx.temperature
+        slope = _logits(hidden, weight, bias, ctx.temperature).sub_(norm[:, None]).exp_().mul_(-upstream[:, None])
+        slope.scatter_add_(1, targets[:, None], upstream[:, None])
+        slope = slope.to(hidden.dtype)
+        return (
+            slope @ weight.to(hidden.dtype) if ctx.needs_input_grad[0] else None,
+            (slope.T @ hidden).to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            slope.sum(0).to(weight.dtype) if bias is not None else None,
+            None,
+            None,
+        )
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
+    """[N, V] float32, divided by the temperature."""
+    logits = nn.functional.linear(hidden, weight.to(hidden.dtype), bias).float()
+    return logits if temperature == 1.0 else logits / temperature

@@ -1,0 +1,252 @@
+"""From the rows of a batch to packed microbatches: flat arrays and offsets, no padding, no per-token Python.
+
+    row        prompt and sampled tokens of one branch; a fork gets its parent's prefix in front, masked out
+    sequence   a row cut just before its last trained token: that token is a target, never an input
+    pack       sequences laid end to end, longest first, at most `tokens_per_microbatch` (or one longer sequence)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from astraflow.errors import TrainingError
+from astraflow.wire.codec import flat_values, list_lengths
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Rows as flat arrays: row r owns `starts[r]:starts[r + 1]` of each [T] array."""
+
+    starts: np.ndarray  # [R + 1] int64
+    token_ids: np.ndarray  # [T] int32
+    trained: np.ndarray  # [T] bool: the token was sampled and is trained
+    behavior_logprobs: np.ndarray  # [T] float32
+    advantages: np.ndarray  # [T] float32
+    versions: np.ndarray  # [T] int32, -1 where not sampled
+    weights: np.ndarray  # [R] float32 >= 0; a row of weight 0 is not trained
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One microbatch: S sequences end to end (T inputs), longest first, and their N trained tokens."""
+
+    token_ids: np.ndarray  # [T] int64 inputs
+    position_ids: np.ndarray  # [T] int64, from 0 in each sequence
+    cu_lengths: np.ndarray  # [S + 1] int32 offsets into [T]
+    rows: np.ndarray  # [S] int64 row of the batch
+    target_index: np.ndarray  # [N] int64 into [T]: the position whose next token is trained
+    target_ids: np.ndarray  # [N] int64 that next token
+    target_sequence: np.ndarray  # [N] int64 into [S]
+    behavior_logprobs: np.ndarray  # [N] float32
+    advantages: np.ndarray  # [N] float32
+    weights: np.ndarray  # [N] float32
+    versions: np.ndarray  # [N] int32
+
+    @property
+    def num_targets(self) -> int:
+        """N, the trained tokens."""
+        return len(self.target_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the input tokens."""
+        return len(self.token_ids)
+
+
+def rows_from_table(table: pa.Table) -> TokenRows:
+    """The rows of a batch (columns of `TRAINING_SCHEMA`), forks expanded to their whole token path.
+
+    Raises: TrainingError: a fork whose parent is not in the batch, or that starts behind its parent's end.
+    """
+    lengths = list_lengths(table.column("token_ids")).astype(np.int64)
+    rows = TokenRows(
+        starts=_offsets(lengths),
+        token_ids=flat_values(table.column("token_ids")),
+        trained=flat_values(table.column("loss_mask")),
+        behavior_logprobs=flat_values(table.column("behavior_logprobs")),
+        advantages=flat_values(table.column("advantages")),
+        versions=flat_values(table.column("versions")),
+        weights=table.column("weight").to_numpy(),
+    )
+    parents = table.column("parent_branch").to_numpy()
+    return rows if (parents < 0).all() else _expand_forks(table, rows, parents)
+
+
+def rows_from_lists(examples: list[tuple[np.ndarray, np.ndarray]]) -> TokenRows:
+    """Rows of (token_ids, trained) pairs without reinforcement columns: logprobs 0, advantages 1, weights 1."""
+    starts = _offsets(np.array([len(ids) for ids, _ in examples], dtype=np.int64))
+    size = int(starts[-1])
+    return TokenRows(
+        starts=starts,
+        token_ids=np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in examples]),
+        trained=np.concatenate([np.asarray(mask, dtype=bool) for _, mask in examples]),
+        behavior_logprobs=np.zeros(size, dtype=np.float32),
+        advantages=np.ones(size, dtype=np.float32),
+        versions=np.zeros(size, dtype=np.int32),
+        weights=np.ones(len(examples), dtype=np.float32),
+    )
+
+
+def pack_rows(rows: TokenRows, tokens_per_microbatch: int, select: np.ndarray | None = None) -> list[Pack]:
+    """Pack the trained part of the rows (of `select`: row numbers, default all), first fit, longest first.
+
+    Every trained token is the target of exactly one pack. Rows without trained tokens are left out.
+    Raises: TrainingError: a trained token with nothing before it.
+    """
+    # Where the targets are: flat index, its row, and the number of targets and the last one of each row.
+    row_of = np.repeat(np.arange(len(rows.weights)), np.diff(rows.starts))
+    trained = rows.trained & (rows.weights > 0)[row_of]
+    if select is not None:
+        chosen = np.zeros(len(rows.weights), dtype=bool)
+        chosen[select] = True
+        trained &= chosen[row_of]
+    where = np.flatnonzero(trained)
+    if len(where) == 0:
+        return []
+    counts = np.bincount(row_of[where], minlength=len(rows.weights))
+    kept = np.flatnonzero(counts)
+    last = where[np.cumsum(counts[kept]) - 1]
+    inputs = last - rows.starts[kept]  # inputs of a sequence: everything before its last target
+    first = where[_offsets(counts[kept])[:-1]]
+    if (first == rows.starts[kept]).any():
+        row = int(kept[np.argmax(first == rows.starts[kept])])
+        raise TrainingError(
+            f"batch.rows[{row}].loss_mask[0]", True, "marks a token that has no context", "sample after a prompt"
+        )
+    order, bounds = _first_fit(inputs, tokens_per_microbatch)
+    first_target = _offsets(counts)[kept[order]]
+    kept, inputs, counts = kept[order], inputs[order], counts[kept[order]]
+    return [
+        _one_pack(rows, where, kept[a:b], inputs[a:b], counts[a:b], first_target[a:b])
+        for a, b in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+def _one_pack(
+    rows: TokenRows, where: np.ndarray, kept: np.ndarray, inputs: np.ndarray, counts: np.ndarray, first: np.ndarray
+) -> Pack:
+    """Lay out the sequences `kept` ([S] rows; `inputs`, `counts` tokens of each; `first` target in `where`)."""
+    cu_lengths = _offsets(inputs)
+    position_ids = _ramps(inputs)
+    source = np.repeat(rows.starts[kept], inputs) + position_ids
+    targets = where[np.repeat(first, counts) + _ramps(counts)]
+    sequence = np.repeat(np.arange(len(kept)), counts)
+    return Pack(
+        token_ids=rows.token_ids[source].astype(np.int64),
+        position_ids=position_ids,
+        cu_lengths=cu_lengths.astype(np.int32),
+        rows=kept,
+        target_index=targets - 1 - rows.starts[kept][sequence] + cu_lengths[sequence],
+        target_ids=rows.token_ids[targets].astype(np.int64),
+        target_sequence=sequence,
+        behavior_logprobs=rows.behavior_logprobs[targets],
+        advantages=rows.advantages[targets],
+        weights=rows.weights[kept][sequence],
+        versions=rows.versions[targets],
+    )
+
+
+def _first_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, list[int]]:
+    """First fit decreasing: the order of the sequences, bin by bin, and where each bin starts (and the last ends)."""
+    decreasing = np.argsort(-lengths, kind="stable")
+    smallest = int(lengths.min())
+    bins: list[list[int]] = []
+    room: list[int] = []
+    first_open = 0  # bins before this one cannot take even the smallest sequence
+    for index, length in zip(decreasing.tolist(), lengths[decreasing].tolist(), strict=True):
+        place = first_open
+        while place < len(bins) and room[place] < length:
+            place += 1
+        if place == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[place].append(index)
+        room[place] -= length
+        while first_open < len(bins) and room[first_open] < smallest:
+            first_open += 1
+    order = np.array([index for members in bins for index in members])
+    return order, np.cumsum([0, *(len(members) for members in bins)]).tolist()
+
+
+def _expand_forks(table: pa.Table, rows: TokenRows, parents: np.ndarray) -> TokenRows:
+    """Put each fork's shared prefix in front of it, untrained: every row becomes a list of flat segments."""
+    episodes = table.column("episode_id").to_pylist()
+    branches = table.column("branch").to_numpy().tolist()
+    forks_at = table.column("fork_at").to_numpy().tolist()
+    row_of = {key: row for row, key in enumerate(zip(episodes, branches, strict=True))}
+    parent_of = [
+        -1 if parent < 0 else row_of.get((episode, parent), -2)
+        for episode, parent in zip(episodes, parents.tolist(), strict=True)
+    ]
+    if -2 in parent_of:
+        row = parent_of.index(-2)
+        raise TrainingError(
+            f"batch.rows[{row}].parent_branch", int(parents[row]), f"is not in the batch (episode {episodes[row]})",
+            "send all branches of an episode and policy in one batch",
+        )  # fmt: skip
+    segments: list[tuple[int, int]] = []  # (start, stop) in the flat arrays; the last one of a row is its own
+    num_segments = []
+    for row in range(len(episodes)):
+        path = _path(row, rows.starts, parent_of, forks_at)
+        segments.extend(path)
+        num_segments.append(len(path))
+    start, stop = np.array(segments, dtype=np.int64).T
+    sizes = stop - start
+    source = np.repeat(start, sizes) + _ramps(sizes)
+    own = np.zeros(len(sizes), dtype=bool)
+    own[np.cumsum(num_segments) - 1] = True
+    return TokenRows(
+        starts=_offsets(sizes)[_offsets(np.array(num_segments))],
+        token_ids=rows.token_ids[source],
+        trained=rows.trained[source] & np.repeat(own, sizes),
+        behavior_logprobs=rows.behavior_logprobs[source],
+        advantages=rows.advantages[source],
+        versions=rows.versions[source],
+        weights=rows.weights,
+    )
+
+
+def _path(row: int, starts: np.ndarray, parent_of: list[int], forks_at: list[int]) -> list[tuple[int, int]]:
+    """The flat segments whose concatenation is the whole token path of `row`, from the root to its own tokens."""
+    chain = [row]
+    while parent_of[chain[-1]] >= 0:
+        chain.append(parent_of[chain[-1]])
+        if len(chain) > len(parent_of):
+            raise TrainingError(
+                f"batch.rows[{row}].parent_branch", chain[1], "leads back to itself", "send a tree of branches"
+            )
+    path: list[tuple[int, int]] = []
+    length = 0
+    for member in reversed(chain):
+        keep = forks_at[member]
+        if keep > length:
+            raise TrainingError(
+                f"batch.rows[{row}].fork_at", keep, f"is behind the end of its parent ({length} tokens)",
+                "fork inside the parent's token path",
+            )  # fmt: skip
+        while length > keep:
+            start, stop = path.pop()
+            length -= stop - start
+            if length < keep:
+                path.append((start, start + keep - length))
+                length = keep
+        start, stop = int(starts[member]), int(starts[member + 1])
+        path.append((start, stop))
+        length += stop - start
+    return path
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    """[0, l0, l0 + l1, ...] of lengths [n]: [n + 1] int64."""
+    out = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=out[1:])
+    return out
+
+
+def _ramps(lengths: np.ndarray) -> np.ndarray:
+    """0..l0-1, 0..l1-1, ... of lengths [n]: [sum] int64."""
+    starts = _offsets(lengths)
+    return np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
