@@ -2,6 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 VENV ?= .venv
+PEERS ?= .venv-peers
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -79,17 +80,23 @@ faults: $(VENV)/.dev  ## kill, delay, cut and corrupt: the accounting law must h
 	@$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
 
 bench-loop: $(VENV)/.dev  ## speed of the whole loop against a plain single-process loop
-	@$(BIN)/python benchmarks/bench_loop.py $(ARGS)
+	@$(BIN)/python -m benchmarks.bench_loop $(ARGS)
 
-bench-peers:  ## time to reward 0.5 against TRL, in an environment of its own
-	@$(MAKE) --no-print-directory $(VENV)/.dev
-	@$(BIN)/python benchmarks/bench_peers.py $(ARGS)
+$(PEERS)/.ready: $(VENV)/.python benchmarks/peers/README.md
+	@echo "environment $(PEERS) with TRL (once)"
+	@$(BIN)/python -m venv "$(PEERS)"
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install torch==2.13.0
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install trl==1.16.0 datasets accelerate transformers jinja2
+	@touch $@
+
+bench-peers: $(VENV)/.dev $(PEERS)/.ready  ## time to reward 0.5 against TRL, in an environment of its own
+	@$(BIN)/python -m benchmarks.bench_peers $(ARGS)
 
 bench-check: $(VENV)/.dev  ## list the figures of benchmarks/results that fall short
-	@$(BIN)/python benchmarks/check.py
+	@$(BIN)/python -m benchmarks.bench_check $(ARGS)
 
 two-hosts: $(VENV)/.run  ## the services on two hosts (two network namespaces; needs root and iproute2)
-	@VENV="$(abspath $(VENV))" bash benchmarks/two_hosts.sh $(ARGS)
+	@VENV="$(abspath $(VENV))" bash scripts/two_hosts.sh $(ARGS)
 
 clean:  ## remove the environment and all caches; runs/ stays
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

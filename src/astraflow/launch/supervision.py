@@ -162,8 +162,7 @@ class Supervision:
         role = slot.spec.role
         if role == "dataflow":
             self._ready = False
-        expected = (role == "trainer" and event.code == 0) or (role == "node" and self.phase == "finishing")
-        if expected or self.phase in ("stopping", "done"):
+        if self._expected(slot):
             return
         if planned or (role == "node" and event.code == 0):
             self._start_again(slot, now + self._limits.first_backoff_s)
@@ -177,6 +176,16 @@ class Supervision:
         else:
             pause = self._limits.first_backoff_s * 2 ** (len(slot.crashes) - 1)
             self._start_again(slot, now + min(pause, self._limits.longest_backoff_s))
+
+    def _expected(self, slot: _Slot) -> bool:
+        """This exit is part of the plan: nothing is started again."""
+        if self.phase in ("stopping", "done"):
+            return True
+        if slot.spec.role == "trainer":  # all its steps taken; evaluation may still go on
+            return slot.last_code == 0
+        if slot.spec.role == "node":
+            return self.phase == "finishing"
+        return self.phase == "finishing" and all(worker.state == "left" for worker in self._workers())
 
     def _start_again(self, slot: _Slot, when: float) -> None:
         self.num_restarts += 1

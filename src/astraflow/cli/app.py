@@ -1,0 +1,70 @@
+"""`astraflow <verb>`: the verbs, one error form, exit codes. Every verb loads what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from astraflow import __version__
+from astraflow.cli import look, play, recipes, run, services
+from astraflow.errors import AstraFlowError
+
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Commands that take `--section.key=value` after the recipe; `config.load` refuses what is no setting."""
+
+app = typer.Typer(
+    name="astraflow",
+    help="Reinforcement learning for agents as three services: rollout, dataflow, training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("run", context_settings=OVERRIDES)(run.run)
+app.command("validate", context_settings=OVERRIDES)(run.validate)
+app.add_typer(recipes.app, name="recipes")
+app.command("dataflow", context_settings=OVERRIDES)(services.dataflow)
+app.command("node")(services.node)
+app.command("trainer")(services.trainer)
+app.command("status")(look.status)
+app.command("report")(look.report)
+app.command("doctor")(look.doctor)
+app.command("sft", context_settings=OVERRIDES)(play.sft)
+app.command("eval", context_settings=OVERRIDES)(play.evaluate)
+app.command("try", context_settings=OVERRIDES)(play.try_out)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"astraflow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show where an error came from (anywhere on the line).")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    try:
+        app([word for word in words if word != "--debug"], prog_name="astraflow")
+    except AstraFlowError as error:
+        if debug:
+            traceback.print_exc()
+        typer.echo(f"error: {error}", err=True)
+        return error.exit_code
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0
+    return 0

@@ -1,0 +1,87 @@
+"""`astraflow status`, `report`, `doctor`: look, change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from astraflow.errors import LaunchError, WireError
+
+
+def status(
+    where: Annotated[str, typer.Argument(help="URL of a dataflow service, or a run directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="The whole reply.")] = False,
+) -> None:
+    """What a run is doing now, or how it ended."""
+    import json
+
+    reply = _live(where) if where.startswith(("http://", "https://")) else _of_directory(Path(where))
+    if as_json:
+        typer.echo(json.dumps(reply, indent=2))
+        return
+    for line in lines_of(reply):
+        typer.echo(line)
+
+
+def _live(url: str) -> dict[str, Any]:
+    from astraflow.config.env import token_from_env
+    from astraflow.wire.client import HttpClient
+
+    return HttpClient(url, token_from_env(), give_up_s=2.0).json("GET", "/status", None, dict[str, Any])
+
+
+def _of_directory(path: Path) -> dict[str, Any]:
+    import json
+
+    from astraflow.launch.rundir import RunDirectory
+
+    directory = RunDirectory(path)
+    directory.config()  # says clearly when there is no run here
+    if directory.ready_file.exists():
+        try:
+            return _live(json.loads(directory.ready_file.read_text())["url"])
+        except WireError:
+            pass  # the service is gone: the report says how it ended
+    summary = directory.report / "summary.json"
+    if not summary.exists():
+        raise LaunchError("run directory", str(path), "is not running and has no report", "go on with it by --resume")
+    return dict(json.loads(summary.read_text()))
+
+
+def lines_of(reply: dict[str, Any], indent: str = "") -> list[str]:
+    """Nested facts as indented lines."""
+    lines = []
+    for key, value in reply.items():
+        if isinstance(value, dict) and value:
+            lines += [f"{indent}{key}:", *lines_of(value, indent + "  ")]
+        else:
+            shown = f"{value:.4g}" if isinstance(value, float) else value
+            lines.append(f"{indent}{key}: {shown}")
+    return lines
+
+
+def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run, such as runs/quickstart.")]) -> None:
+    """Write the report of a run again and say where it is."""
+    from astraflow.launch.report import write_report
+    from astraflow.launch.rundir import RunDirectory
+
+    directory = RunDirectory(run_dir)
+    directory.config()
+    write_report(directory.path)
+    typer.echo(str(directory.report / "summary.md"))
+
+
+def doctor(
+    directory: Annotated[Path, typer.Option("--directory", help="Where runs would be written.")] = Path("runs"),
+) -> None:
+    """Check this machine: each line is ok or says what to do."""
+    from astraflow.launch.checks import examine
+
+    checks = examine(directory)
+    for check in checks:
+        mark = "ok  " if check.ok else "FAIL"
+        typer.echo(f"{mark}  {check.name:<14} {check.found}" + (f"; {check.fix}" if check.fix else ""))
+    if not all(check.ok for check in checks):
+        raise typer.Exit(1)

@@ -1,0 +1,50 @@
+"""`astraflow recipes`: list, show and copy the run files that ship with the project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from astraflow.errors import LaunchError
+from astraflow.launch.recipes import description, recipe_names, recipe_path
+
+app = typer.Typer(help="List, show or copy the shipped run files.", invoke_without_command=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _default(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        names()
+
+
+@app.command("list")
+def names() -> None:
+    """Name and purpose of every shipped recipe."""
+    known = recipe_names()
+    width = max(map(len, known), default=0)
+    for name in known:
+        typer.echo(f"{name:<{width}}  {description(recipe_path(name))}")
+
+
+@app.command()
+def show(name: Annotated[str, typer.Argument(help="A name from `astraflow recipes`.")]) -> None:
+    """Print a recipe."""
+    typer.echo(recipe_path(name).read_text(encoding="utf-8"), nl=False)
+
+
+@app.command()
+def copy(
+    name: Annotated[str, typer.Argument(help="A name from `astraflow recipes`.")],
+    target: Annotated[Path | None, typer.Argument(help="File to write; default: NAME.toml here.")] = None,
+) -> None:
+    """Copy a recipe, to change it."""
+    source = recipe_path(name)
+    path = target or Path(source.name)
+    if path.is_dir():
+        path = path / source.name
+    if path.exists():
+        raise LaunchError("target", str(path), "already exists", "give another file name")
+    path.write_bytes(source.read_bytes())
+    typer.echo(f"wrote {path}; run it with: astraflow run {path}")

@@ -1,0 +1,97 @@
+"""`astraflow run` and `astraflow validate`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from astraflow.config.schema import RunConfig
+from astraflow.errors import ConfigError
+
+Recipe = Annotated[str, typer.Argument(help="A run file, or the name of a shipped recipe (`astraflow recipes`).")]
+
+
+def open_run(recipe: str, overrides: list[str]) -> RunConfig:
+    """The checked run file: TOML by path or name, or the `run.resolved.json` of a run directory."""
+    from astraflow.config.load import config_from_json, load_run
+    from astraflow.launch.recipes import recipe_path
+
+    path = recipe_path(recipe)
+    if path.suffix != ".json":
+        return load_run(path, join_pairs(overrides))
+    if overrides:
+        raise ConfigError(str(path), [f"override={overrides[0]!r} must go with a TOML run file; name that instead"])
+    return config_from_json(path.read_bytes())
+
+
+def join_pairs(words: list[str]) -> list[str]:
+    """`--a.b 1` is `--a.b=1`."""
+    joined: list[str] = []
+    for word in words:
+        if not word.startswith("--") and joined and "=" not in joined[-1]:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def run(
+    ctx: typer.Context,
+    recipe: Recipe,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of this name.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be started.")] = False,
+) -> None:
+    """Train: start and supervise every service of a run on this machine, to its end.
+
+    Change any setting after the recipe, for example: astraflow run quickstart --run.steps=5 --run.seed=1
+    """
+    from astraflow.config.env import token_from_env
+    from astraflow.launch.plan import plan_processes
+    from astraflow.wire.app import check_bind
+
+    config = open_run(recipe, ctx.args)
+    token = token_from_env()
+    check_bind(config.dataflow.host, token, "dataflow.host")
+    check_bind(config.weights.host, token, "weights.host")
+    cores = os.cpu_count() or 1
+    if dry_run:
+        for spec in plan_processes(config, cores):
+            when = f", joins after {spec.start_after_s:g} s" if spec.start_after_s else ""
+            typer.echo(f"{spec.name}: {spec.threads} thread{'s' if spec.threads > 1 else ''}{when}")
+        typer.echo(f"run directory: {Path(config.run.directory) / config.run.name}")
+        return
+    _check_extra(config)
+    from astraflow.launch.local import run_here
+
+    if not run_here(config, resume=resume, token=token, cores=cores):
+        raise typer.Exit(130)
+
+
+def _check_extra(config: RunConfig) -> None:
+    """Every missing package before anything starts."""
+    from astraflow.launch.doctor import missing_for
+
+    problems = missing_for(config)
+    if problems:
+        raise ConfigError("this machine", problems)
+
+
+def validate(
+    ctx: typer.Context,
+    recipe: Recipe,
+    show: Annotated[bool, typer.Option("--show", help="Print every setting with its value.")] = False,
+) -> None:
+    """Check a run file and say everything that is wrong with it."""
+    from astraflow.config.load import dump_for_people
+    from astraflow.launch.checks import check_sources
+
+    config = open_run(recipe, ctx.args)
+    rows = check_sources(config)
+    if show:
+        typer.echo(dump_for_people(config))
+        return
+    counts = ", ".join(f"{name} {count} rows" for name, count in rows.items())
+    typer.echo(f"{recipe} is valid: {config.run.steps} steps of {', '.join(config.policies)}; sources: {counts}")

