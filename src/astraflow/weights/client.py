@@ -130,7 +130,7 @@ class WeightClient:
 
     def _download(self, client: HttpClient, path: str, part: Part | FileEntry) -> memoryview:
         """All bytes of a part in one buffer, going on where a cut download ended."""
-        target = memoryview(np.empty(part.nbytes, np.uint8))  # not zeroed: saves a pass over all bytes
+        target = np.empty(part.nbytes, np.uint8).data  # not zeroed: saves a pass over all bytes
         filled, tries = 0, 0
         while filled < part.nbytes:
             before = filled

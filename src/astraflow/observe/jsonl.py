@@ -1,0 +1,71 @@
+"""JSON lines that survive a crash: one write per line, and a reader that passes over a torn one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+
+class JsonlWriter:
+    """Appends rows to one file. Thread-safe; several processes may append to one file, their lines do not mix."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")  # a crash tore the last line: the next one must not be glued to it
+
+    def append(self, row: Mapping[str, Any] | msgspec.Struct) -> None:
+        """Write one line. NaN and infinities become null; numpy scalars and arrays are taken as numbers and lists."""
+        line = memoryview(msgspec.json.encode(row, enc_hook=_plain) + b"\n")
+        with self._lock:
+            while line:  # a short write happens only on a disk that is nearly full; the next one raises
+                line = line[os.write(self._fd, line) :]
+
+    def close(self) -> None:
+        """Close the file; appending afterwards is an error."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All whole rows of a file, oldest first; torn lines are passed over with a warning. No file: no rows."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    rows: list[dict[str, Any]] = []
+    num_torn = 0
+    for line in content.split(b"\n"):
+        if not line.strip():
+            continue
+        try:
+            rows.append(msgspec.json.decode(line, type=dict[str, Any]))
+        except msgspec.DecodeError:
+            num_torn += 1
+    if num_torn:
+        logger.warning("%s: passed over %d torn lines", path, num_torn)
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be written as JSON")

@@ -1,0 +1,186 @@
+"""Numbers of a process for people and for Prometheus: every name is in `METRICS`, nothing else can be counted.
+
+A registry belongs to one service; there is no global one. All calls are thread-safe and cost about a microsecond.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from astraflow.errors import Problem
+
+Kind = Literal["counter", "gauge", "histogram"]
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metric(NamedTuple):
+    """One documented name. Counters only rise, and their names end in `_total`."""
+
+    name: str
+    kind: Kind
+    unit: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()  # upper bounds, rising; histograms only
+
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+_VERSIONS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
+_REWARDS = (-1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_TOKENS = (16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0)
+
+METRICS: tuple[Metric, ...] = (
+    # dataflow
+    Metric("astraflow_groups_admitted_total", "counter", "groups", "tasks admitted", ("policy",)),
+    Metric("astraflow_groups_trained_total", "counter", "groups", "groups in acknowledged steps", ("policy",)),
+    Metric("astraflow_groups_dropped_total", "counter", "groups", "groups dropped, by reason", ("policy", "reason")),
+    Metric("astraflow_groups_in_flight", "gauge", "groups", "admitted, neither trained nor dropped", ("policy",)),
+    Metric("astraflow_queue_groups", "gauge", "groups", "groups that wait for a batch", ("policy",)),
+    Metric("astraflow_episodes_total", "counter", "episodes", "commits by result", ("result",)),
+    Metric("astraflow_episode_seconds", "histogram", "s", "duration of an episode on its node", (), _SECONDS),
+    Metric("astraflow_episode_reward", "histogram", "reward", "reward of scored episodes", ("policy",), _REWARDS),
+    Metric("astraflow_episode_tokens", "histogram", "tokens", "sampled tokens of an episode", ("policy",), _TOKENS),
+    Metric("astraflow_leases_expired_total", "counter", "leases", "leases that ran out", ("kind",)),
+    Metric("astraflow_nodes", "gauge", "nodes", "nodes in the pool by state", ("state",)),
+    Metric("astraflow_step", "gauge", "steps", "newest acknowledged step", ("policy",)),
+    Metric("astraflow_reward_mean", "gauge", "reward", "mean reward of the newest batch", ("policy",)),
+    Metric("astraflow_success_mean", "gauge", "share", "success rate of the newest batch", ("policy",)),
+    Metric("astraflow_eval_success", "gauge", "share", "success rate of the newest evaluation round", ()),
+    Metric("astraflow_staleness", "histogram", "versions", "staleness of trained trajectories", ("policy",), _VERSIONS),
+    Metric("astraflow_journal_bytes_total", "counter", "bytes", "bytes written to journal and segments", ()),
+    Metric("astraflow_request_seconds", "histogram", "s", "time to answer, long polls left out", ("route",), _SECONDS),
+    Metric("astraflow_failures_total", "counter", "requests", "requests answered with an error", ("kind",)),
+    # rollout node
+    Metric("astraflow_sampled_tokens_total", "counter", "tokens", "tokens sampled by engines", ("policy",)),
+    Metric("astraflow_prefill_tokens_total", "counter", "tokens", "prompt tokens computed by engines", ("policy",)),
+    Metric("astraflow_engine_busy_seconds_total", "counter", "s", "time engines computed", ("policy",)),
+    Metric("astraflow_engine_running", "gauge", "requests", "requests being decoded", ("policy",)),
+    Metric("astraflow_engine_waiting", "gauge", "requests", "requests that wait for a slot", ("policy",)),
+    Metric("astraflow_weight_version", "gauge", "version", "weight version in force", ("policy",)),
+    Metric("astraflow_weight_fetch_seconds", "histogram", "s", "fetch and verify a version", ("policy",), _SECONDS),
+    Metric("astraflow_weight_fetch_failures_total", "counter", "fetches", "stores that failed to give it", ("policy",)),
+    # trainer
+    Metric("astraflow_step_seconds", "histogram", "s", "pull to acknowledgement of a step", ("policy",), _SECONDS),
+    Metric("astraflow_trainer_wait_seconds_total", "counter", "s", "time a trainer waited for batches", ("policy",)),
+    Metric("astraflow_trained_tokens_total", "counter", "tokens", "tokens in the loss", ("policy",)),
+    Metric("astraflow_publish_seconds", "histogram", "s", "publish a version", ("policy",), _SECONDS),
+    Metric("astraflow_logprob_gap_p99", "gauge", "nats", "engine against trainer, newest audit", ("policy",)),
+)
+"""Every metric of AstraFlow. Documented in docs; a test compares."""
+
+_BY_NAME = {metric.name: metric for metric in METRICS}
+_Key = tuple[str, ...]
+
+
+class _Histogram:
+    def __init__(self, num_buckets: int) -> None:
+        self.counts = [0] * (num_buckets + 1)  # the last one is +Inf
+        self.sum = 0.0
+
+
+class MetricsRegistry(Collector):
+    """Counters, gauges and histograms of one service. Labels are keyword arguments and must be those of `METRICS`.
+
+    Args: metrics: the documented names; tests and user plug-ins may bring their own.
+    """
+
+    def __init__(self, metrics: Iterable[Metric] = METRICS) -> None:
+        self._metrics = _BY_NAME if metrics is METRICS else {metric.name: metric for metric in metrics}
+        self._lock = threading.Lock()
+        self._values: dict[str, dict[_Key, float]] = {}
+        self._histograms: dict[str, dict[_Key, _Histogram]] = {}
+        self._prometheus = CollectorRegistry(auto_describe=False)
+        self._prometheus.register(self)
+
+    def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
+        """Raise a counter (amount >= 0) or move a gauge."""
+        metric, key = self._find(name, ("counter", "gauge"), labels)
+        if metric.kind == "counter" and amount < 0:
+            raise Problem(name, amount, "must be >= 0; a counter only rises", "use a gauge")
+        with self._lock:
+            series = self._values.setdefault(name, {})
+            series[key] = series.get(key, 0.0) + amount
+
+    def set(self, name: str, value: float, /, **labels: str) -> None:
+        """Set a gauge, or a counter whose total is kept elsewhere (a lower total than before is ignored)."""
+        metric, key = self._find(name, ("counter", "gauge"), labels)
+        with self._lock:
+            series = self._values.setdefault(name, {})
+            series[key] = max(value, series.get(key, value)) if metric.kind == "counter" else value
+
+    def observe(self, name: str, value: float, /, count: int = 1, **labels: str) -> None:
+        """Put `count` observations of `value` into a histogram."""
+        metric, key = self._find(name, ("histogram",), labels)
+        with self._lock:
+            series = self._histograms.setdefault(name, {})
+            histogram = series.get(key)
+            if histogram is None:
+                histogram = series[key] = _Histogram(len(metric.buckets))
+            histogram.counts[bisect.bisect_left(metric.buckets, value)] += count
+            histogram.sum += value * count
+
+    def value(self, name: str, /, **labels: str) -> float:
+        """A counter's or gauge's value (0 before its first use), or the number of a histogram's observations."""
+        metric, key = self._find(name, ("counter", "gauge", "histogram"), labels)
+        with self._lock:
+            if metric.kind != "histogram":
+                return self._values.get(name, {}).get(key, 0.0)
+            histogram = self._histograms.get(name, {}).get(key)
+            return float(sum(histogram.counts)) if histogram else 0.0
+
+    def prometheus_text(self) -> bytes:
+        """The exposition format of Prometheus, see `CONTENT_TYPE`."""
+        return generate_latest(self._prometheus)
+
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
+        """For prometheus-client: the metrics that were used."""
+        with self._lock:
+            values = {name: dict(series) for name, series in self._values.items()}
+            histograms = {
+                name: {key: (list(h.counts), h.sum) for key, h in series.items()}
+                for name, series in self._histograms.items()
+            }
+        for name, plain in values.items():
+            metric = self._metrics[name]
+            family: CounterMetricFamily | GaugeMetricFamily
+            if metric.kind == "counter":
+                family = CounterMetricFamily(name, metric.help, labels=metric.labels)
+            else:
+                family = GaugeMetricFamily(name, metric.help, labels=metric.labels)
+            for key, value in sorted(plain.items()):
+                family.add_metric(key, value)
+            yield family
+        for name, series in histograms.items():
+            metric = self._metrics[name]
+            spread = HistogramMetricFamily(name, metric.help, labels=metric.labels)
+            for key, (counts, total) in sorted(series.items()):
+                spread.add_metric(key, _cumulated(metric.buckets, counts), total)
+            yield spread
+
+    def _find(self, name: str, kinds: tuple[Kind, ...], labels: dict[str, str]) -> tuple[Metric, _Key]:
+        metric = self._metrics.get(name)
+        if metric is None:
+            raise Problem("metric", name, "is not a documented name", "add it to observe.metrics.METRICS")
+        if metric.kind not in kinds:
+            raise Problem(f"metric {name}", metric.kind, f"must be one of {kinds} here", "use add, set or observe")
+        if len(labels) != len(metric.labels) or not all(label in labels for label in metric.labels):
+            raise Problem(
+                f"labels of {name}", sorted(labels), f"must be {list(metric.labels)}", "give exactly these labels"
+            )
+        return metric, tuple(labels[label] for label in metric.labels)
+
+
+def _cumulated(buckets: tuple[float, ...], counts: list[int]) -> list[tuple[str, float]]:
+    rows: list[tuple[str, float]] = []
+    total = 0
+    for bound, count in zip((*buckets, float("inf")), counts, strict=True):
+        total += count
+        rows.append(("+Inf" if bound == float("inf") else f"{bound:g}", float(total)))
+    return rows
