@@ -1,0 +1,212 @@
+"""Checkpoints: an ordinary Hugging Face directory, with all that a bit-identical continuation needs beside it.
+
+```
+<run>/checkpoints/<policy>/step-000123/
+    config.json, generation_config.json, model*.safetensors, tokenizer files     loadable by any tool
+    training_state/state.json             counts, names and sizes of all files; written last
+    training_state/optimizer.safetensors  moments by parameter name
+    training_state/rng.safetensors        state of torch's generator
+    training_state/master.safetensors     float32 weights, only when the model is saved in bfloat16
+    training_state/version-<v>.safetensors  earlier published versions that the logprob audit still needs
+```
+Built in `.tmp-*`, synced, renamed: what has its final name is whole, and `latest_checkpoint` checks the sizes anyway.
+No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from astraflow.errors import TrainingError
+
+STATE = "training_state"
+KEEP = 2
+_MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class StateFile(msgspec.Struct, kw_only=True):
+    """`state.json`."""
+
+    version: int  # the weight version that this checkpoint is
+    step: int
+    skipped: int
+    skipped_in_a_row: int
+    audit_versions: list[int]
+    files: dict[str, int]  # relative path -> bytes, of everything else in the directory
+
+
+@dataclass
+class TrainingState:
+    """What a checkpoint holds beside the model. Tensors are not copied: save before they change."""
+
+    version: int
+    step: int
+    skipped: int
+    skipped_in_a_row: int
+    optimizer: Tensors
+    audit_versions: Mapping[int, Tensors] = field(default_factory=dict)
+    master: Tensors | None = None  # None: the model's own files are float32
+
+
+def save_checkpoint(root: Path, model: PreTrainedModel, model_files: Path, state: TrainingState) -> Path:
+    """Write `root/step-<version>` atomically and remove all but the newest `KEEP`; returns its path.
+
+    Args: model_files: the directory whose tokenizer, template and generation files are copied.
+    Raises: TrainingError: the disk is full or not writable; older checkpoints are untouched.
+    """
+    target = root / f"step-{state.version:06d}"
+    building = root / f".tmp-{target.name}"
+    try:
+        shutil.rmtree(building, ignore_errors=True)
+        (building / STATE).mkdir(parents=True)
+        _write_model(building, model, model_files, bfloat16=state.master is not None)
+        _write_state(building, state)
+        old = root / f".tmp-replaced-{target.name}"
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():  # a half-written one, or the same step done again after a crash
+            os.rename(target, old)
+        os.rename(building, target)
+        _sync(root)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise TrainingError(
+            "checkpoint", str(target), f"cannot be written ({error.strerror})",
+            "free disk space or choose another run.directory; earlier checkpoints are as they were",
+        ) from error  # fmt: skip
+    for path in _whole_checkpoints(root)[:-KEEP]:
+        shutil.rmtree(path, ignore_errors=True)
+    return target
+
+
+def save_model(target: Path, model: PreTrainedModel, model_files: Path) -> None:
+    """A plain Hugging Face directory, replaced whole. Raises: TrainingError: it cannot be written."""
+    building = target.with_name(f".tmp-{target.name}")
+    try:
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        _write_model(building, model, model_files, bfloat16=False)
+        for path in building.iterdir():
+            _sync(path)
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(building, target)
+    except OSError as error:
+        raise TrainingError(
+            "model directory", str(target), f"cannot be written ({error.strerror})", "choose another place"
+        ) from error
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """The newest whole checkpoint below `root`, or None."""
+    whole = _whole_checkpoints(root)
+    return whole[-1] if whole else None
+
+
+def load_state(path: Path) -> TrainingState:
+    """The training state of a checkpoint; the caller loads the model from the same directory.
+
+    Restores torch's random state. Raises: TrainingError: unreadable.
+    """
+    try:
+        head = msgspec.json.decode((path / STATE / "state.json").read_bytes(), type=StateFile)
+        state = TrainingState(
+            version=head.version,
+            step=head.step,
+            skipped=head.skipped,
+            skipped_in_a_row=head.skipped_in_a_row,
+            optimizer=load_file(path / STATE / "optimizer.safetensors"),
+            audit_versions={v: load_file(path / STATE / f"version-{v}.safetensors") for v in head.audit_versions},
+            master=load_file(path / STATE / "master.safetensors") if f"{STATE}/master.safetensors" in head.files else None,
+        )
+        torch.set_rng_state(load_file(path / STATE / "rng.safetensors")["torch"])
+    except (OSError, msgspec.DecodeError, SafetensorError, KeyError) as error:
+        raise TrainingError(
+            "checkpoint", str(path), f"cannot be read ({error})", "delete it to resume from the one before"
+        ) from error
+    return state
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The config, tokenizer, template and generation settings of a model directory; no weights."""
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.is_file() and path.suffix in _MODEL_FILE_SUFFIXES and not path.name.endswith(".safetensors.index.json")
+    )
+
+
+def _write_model(building: Path, model: PreTrainedModel, model_files: Path, *, bfloat16: bool) -> None:
+    tensors = None
+    if bfloat16:
+        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+        model.config.dtype = torch.bfloat16
+    try:
+        model.save_pretrained(building, state_dict=tensors)
+    finally:
+        if bfloat16:
+            model.config.dtype = torch.float32
+    for path in tokenizer_files(model_files):
+        if not (building / path.name).exists():
+            shutil.copyfile(path, building / path.name)
+
+
+def _write_state(building: Path, state: TrainingState) -> None:
+    folder = building / STATE
+    save_file(dict(state.optimizer), folder / "optimizer.safetensors")
+    save_file({"torch": torch.get_rng_state()}, folder / "rng.safetensors")
+    if state.master is not None:
+        save_file(dict(state.master), folder / "master.safetensors")
+    for version, tensors in state.audit_versions.items():
+        save_file(dict(tensors), folder / f"version-{version}.safetensors")
+    files = sorted(path for path in building.rglob("*") if path.is_file())
+    for path in files:
+        _sync(path)
+    head = StateFile(
+        version=state.version,
+        step=state.step,
+        skipped=state.skipped,
+        skipped_in_a_row=state.skipped_in_a_row,
+        audit_versions=sorted(state.audit_versions),
+        files={str(path.relative_to(building)): path.stat().st_size for path in files},
+    )
+    (folder / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(head)))
+    _sync(folder / "state.json")
+    _sync(folder)
+    _sync(building)
+
+
+def _whole_checkpoints(root: Path) -> list[Path]:
+    """Oldest first."""
+    return [path for path in sorted(root.glob("step-*"), key=_step_of) if _step_of(path) >= 0 and _is_whole(path)]
+
+
+def _step_of(path: Path) -> int:
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isascii() and number.isdigit() else -1
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        head = msgspec.json.decode((path / STATE / "state.json").read_bytes(), type=StateFile)
+        return all((path / name).stat().st_size == size for name, size in head.files.items())
+    except (OSError, msgspec.DecodeError):
+        return False
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

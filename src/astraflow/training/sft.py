@@ -1,0 +1,130 @@
+"""Supervised steps on demonstrations `{messages, tools}`: the warm start of a run, and `astraflow sft`.
+
+The same packing, forward pass and optimizer step as reinforcement learning; only the loss differs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from astraflow.algorithms.aggregate import Aggregation
+from astraflow.config.rooms import build
+from astraflow.config.schema import Component, OptimizerSection, WarmStartSection
+from astraflow.contracts import Source
+from astraflow.errors import SourceError
+from astraflow.models.chat import ChatTokenizer
+from astraflow.models.load import load_model
+from astraflow.training.checkpoint import save_model
+from astraflow.training.packing import TokenRows, rows_from_lists
+from astraflow.training.step import Stepper, StepSettings
+
+Example = tuple[np.ndarray, np.ndarray]
+Report = Callable[[int, dict[str, float]], None]
+
+log = logging.getLogger(__name__)
+
+
+class NegativeLogLikelihood:
+    """-log p per demonstrated token."""
+
+    aggregation: Aggregation = "token"
+    needs_batch = False
+
+    def prepare(
+        self, policy_logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, advantages: torch.Tensor
+    ) -> None:
+        """Nothing."""
+
+    def __call__(
+        self,
+        policy_logprobs: torch.Tensor,
+        behavior_logprobs: torch.Tensor,
+        advantages: torch.Tensor,
+        prepared: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See `algorithms.losses.PolicyLoss`; everything but the policy's logprobs is ignored."""
+        return -policy_logprobs, {}
+
+
+class Demonstrations:
+    """Batches of tokenised demonstrations: a seeded shuffle per epoch, a function of the step alone."""
+
+    def __init__(self, source: Source, name: str, tokenizer: ChatTokenizer, batch: int, seed: int) -> None:
+        self._source, self._name, self._tokenizer = source, name, tokenizer
+        self._batch, self._seed = batch, seed
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._examples: dict[int, Example] = {}
+
+    def rows(self, step: int) -> TokenRows:
+        """The batch of `step` (from 0). Raises: SourceError: a row that is no demonstration, naming it."""
+        wanted = range(step * self._batch, (step + 1) * self._batch)
+        return rows_from_lists([self._example(self._index(position)) for position in wanted])
+
+    def _index(self, position: int) -> int:
+        epoch, offset = divmod(position, len(self._source))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng((self._seed, epoch)).permutation(len(self._source))
+        return int(self._order[offset])
+
+    def _example(self, index: int) -> Example:
+        if index not in self._examples:
+            row = self._source.row(index)
+            if not isinstance(row.get("messages"), list):
+                raise SourceError(
+                    f"sources.{self._name} row {index}", sorted(row), "has no list 'messages'",
+                    "give demonstrations {messages, tools}",
+                )  # fmt: skip
+            ids, trained = self._tokenizer.training_example(row["messages"], row.get("tools"))
+            self._examples[index] = (np.asarray(ids, dtype=np.int32), np.asarray(trained, dtype=bool))
+        return self._examples[index]
+
+
+def supervised_steps(
+    model: PreTrainedModel, demonstrations: Demonstrations, section: WarmStartSection, optimizer: OptimizerSection,
+    tokens_per_microbatch: int, report: Report | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Train `model` in place for `section.steps`; returns the metrics of the last step.
+
+    The optimizer is its own: `optimizer` with the learning rate of `section`, flat, and forgotten afterwards.
+    """
+    own = optimizer.model_copy(update={"lr": section.lr, "schedule": "constant", "warmup_steps": 0})
+    stepper = Stepper(model, NegativeLogLikelihood(), StepSettings(own, section.steps, tokens_per_microbatch))
+    begin = time.perf_counter()
+    metrics: dict[str, float] = {}
+    for step in range(section.steps):
+        metrics = _supervised_metrics(stepper.step(demonstrations.rows(step), 0))
+        if report is not None:
+            report(step + 1, metrics)
+        if (step + 1) % 50 == 0 or step + 1 == section.steps:
+            log.info("supervised step %d of %d: loss %.4f", step + 1, section.steps, metrics["loss"])
+    return metrics | {"perf/wall_s": time.perf_counter() - begin}
+
+
+def run_sft(
+    model_directory: Path, target: Path, source: Component, section: WarmStartSection, seed: int = 0,
+    report: Report | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Fine-tune the model of a directory on demonstrations and save it as a Hugging Face directory `target`."""
+    model = load_model(model_directory)
+    rows: Source = build("sources", source.type, source.options, f"sources.{section.source}")
+    demonstrations = Demonstrations(rows, section.source, ChatTokenizer(model_directory), section.batch, seed)
+    metrics = supervised_steps(model, demonstrations, section, OptimizerSection(), 8192, report)
+    save_model(target, model, model_directory)
+    return metrics
+
+
+def _supervised_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """Without what only has a meaning against a behaviour policy."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if not name.startswith(("staleness/", "policy/")) or name == "policy/entropy"
+    }

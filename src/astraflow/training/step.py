@@ -1,0 +1,189 @@
+"""One optimizer step over one batch: packed microbatches accumulate a gradient that does not depend on their cut.
+
+    rows ─► packs ─► for each pack: logprobs ─► token losses ─► x coefficient (denominators of the whole batch) ─► sum
+                                                                                        gradients add up ─► clip ─► AdamW
+
+A loss or gradient that is not finite skips the update (the weights stay as they are, the step counts); three in a row
+end the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from astraflow.algorithms.aggregate import sequence_coefficients, token_coefficients
+from astraflow.algorithms.importance import log_ratios, ratio_sums
+from astraflow.algorithms.losses import PolicyLoss, Prepared
+from astraflow.config.schema import OptimizerSection
+from astraflow.errors import TrainingError
+from astraflow.training.forward import packed_logprobs, prepare_model
+from astraflow.training.optimizer import build_optimizer, learning_rate
+from astraflow.training.packing import Pack, TokenRows, pack_rows
+
+MAX_SKIPPED_IN_A_ROW = 3
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step needs beside the model and the loss."""
+
+    optimizer: OptimizerSection
+    total_steps: int
+    tokens_per_microbatch: int
+    temperature: float = 1.0  # of the behaviour
+    autocast: bool = False  # bfloat16 arithmetic over float32 weights
+
+
+@dataclass
+class StepCounts:
+    """Part of the training state: survives a restart."""
+
+    step: int = 0  # optimizer steps done or skipped
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+
+@dataclass
+class _Totals:
+    """Sums over the trained tokens of a batch, kept as tensors: one synchronisation per step."""
+
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    largest_log_ratio: torch.Tensor | None = None
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+
+class Stepper:
+    """Owns the optimizer of one model. `counts` and `optimizer` are the state that a checkpoint must hold."""
+
+    def __init__(self, model: PreTrainedModel, loss: PolicyLoss, settings: StepSettings) -> None:
+        self.model, self.loss, self.settings = prepare_model(model), loss, settings
+        self.optimizer = build_optimizer(model, settings.optimizer)
+        self.counts = StepCounts()
+
+    def step(self, rows: TokenRows, version: int) -> dict[str, float]:
+        """Train on `rows` with weights of `version`; returns metrics by slash name.
+
+        Raises: TrainingError: a malformed batch, or the third non-finite gradient in a row.
+        """
+        begin = time.perf_counter()
+        packs = pack_rows(rows, self.settings.tokens_per_microbatch)
+        packed = time.perf_counter()
+        self.counts.step += 1
+        metrics = {"lr": learning_rate(self.settings.optimizer, self.counts.step, self.settings.total_steps)}
+        metrics |= batch_metrics(packs, version)
+        if packs:
+            totals = self._accumulate(packs, int(metrics["tokens"]), int(metrics["sequences"]))
+            trained = time.perf_counter()
+            metrics |= self._update(totals, int(metrics["tokens"]), metrics["lr"])
+            metrics["perf/forward_backward_s"] = trained - packed
+            metrics["perf/optimizer_s"] = time.perf_counter() - trained
+        metrics["skipped_steps"] = float(self.counts.skipped)
+        metrics["perf/pack_s"] = packed - begin
+        metrics["perf/step_s"] = time.perf_counter() - begin
+        metrics["perf/tokens_per_s"] = metrics["input_tokens"] / metrics["perf/step_s"]
+        return metrics
+
+    def _accumulate(self, packs: list[Pack], num_tokens: int, num_sequences: int) -> _Totals:
+        prepared = self._prepare(packs) if self.loss.needs_batch and len(packs) > 1 else None
+        totals = _Totals()
+        for pack in packs:
+            logprobs, entropies = self._logprobs(pack)
+            behavior, advantages, weights = (
+                torch.from_numpy(x).to(logprobs.device) for x in (pack.behavior_logprobs, pack.advantages, pack.weights)
+            )
+            losses, sums = self.loss(logprobs, behavior, advantages, prepared)
+            if self.loss.aggregation == "token":
+                coefficients = token_coefficients(weights, num_tokens)
+            else:
+                sizes = np.bincount(pack.target_sequence)[pack.target_sequence].astype(np.float32)
+                sizes_on_device = torch.from_numpy(sizes).to(logprobs.device)
+                coefficients = sequence_coefficients(weights, sizes_on_device, num_sequences)
+            loss = (coefficients * losses).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                log_ratio = log_ratios(logprobs, behavior)
+                for name, value in (sums | ratio_sums(log_ratio)).items():
+                    totals.add(name, value)
+                totals.add("loss", loss.detach())
+                totals.add("entropy", entropies.sum())
+                largest = log_ratio.amax()
+                before = totals.largest_log_ratio
+                totals.largest_log_ratio = largest if before is None else torch.maximum(before, largest)
+        return totals
+
+    @torch.no_grad()
+    def _prepare(self, packs: list[Pack]) -> Prepared:
+        logprobs = torch.cat([self._logprobs(pack)[0] for pack in packs])
+        behavior, advantages = (
+            torch.from_numpy(np.concatenate(x)).to(logprobs.device)
+            for x in ([p.behavior_logprobs for p in packs], [p.advantages for p in packs])
+        )
+        return self.loss.prepare(logprobs, behavior, advantages)
+
+    def _logprobs(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self.model.device.type
+        context = torch.autocast(device, torch.bfloat16) if self.settings.autocast else contextlib.nullcontext()
+        with context:
+            return packed_logprobs(self.model, pack, self.settings.temperature)
+
+    def _update(self, totals: _Totals, num_tokens: int, lr: float) -> dict[str, float]:
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.optimizer.grad_clip)
+        assert totals.largest_log_ratio is not None
+        names = list(totals.sums)
+        values = torch.stack([norm.float(), totals.largest_log_ratio, *(totals.sums[n].float() for n in names)])
+        grad_norm, largest, *sums = values.double().tolist()  # the only synchronisation of the step
+        by_name = dict(zip(names, sums, strict=True))
+        loss = by_name.pop("loss")
+        if np.isfinite(loss) and np.isfinite(grad_norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.counts.skipped_in_a_row = 0
+        else:
+            self._skip(loss, grad_norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        ratio = by_name.pop("ratio") / num_tokens
+        return {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "policy/entropy": by_name.pop("entropy") / num_tokens,
+            "policy/approx_kl": by_name.pop("approx_kl") / num_tokens,
+            "policy/ratio_mean": ratio,
+            "policy/ratio_max": float(np.exp(largest)),
+            **{name: value / num_tokens for name, value in by_name.items()},
+        }
+
+    def _skip(self, loss: float, grad_norm: float) -> None:
+        self.counts.skipped += 1
+        self.counts.skipped_in_a_row += 1
+        if self.counts.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(
+                "loss", loss, f"or its gradient ({grad_norm}) was not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row",
+                "lower optimizer.lr or optimizer.grad_clip, and look at policy/ratio_max and logprob_gap/p99",
+            )  # fmt: skip
+
+
+def batch_metrics(packs: list[Pack], version: int) -> dict[str, float]:
+    """Sizes of a batch and its staleness: `version` minus the oldest version among a trajectory's sampled tokens."""
+    oldest = [np.minimum.reduceat(p.versions, np.unique(p.target_sequence, return_index=True)[1]) for p in packs]
+    staleness = version - np.concatenate(oldest) if packs else np.zeros(0)
+    tokens = sum(p.num_targets for p in packs)
+    fresh = sum(int((p.versions == version).sum()) for p in packs)
+    return {
+        "tokens": float(tokens),
+        "input_tokens": float(sum(p.num_tokens for p in packs)),
+        "sequences": float(len(staleness)),
+        "microbatches": float(len(packs)),
+        "staleness/mean": float(staleness.mean()) if packs else 0.0,
+        "staleness/max": float(staleness.max()) if packs else 0.0,
+        "staleness/fresh_tokens": fresh / tokens if tokens else 1.0,
+    }
