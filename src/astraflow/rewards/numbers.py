@@ -74,8 +74,9 @@ class ShapedGsm8k:
     """For word problems: 1.0 when the final number is right, whatever its form.
 
     The final number is the one behind `####`, `\\boxed{}` or `answer is` (the last such place), else the last number of
-    the reply. When it is wrong: 0.1 if it stood in one of those places, else 0.02, plus 0.1 x closeness, where closeness
-    = 1 - |got - wanted| / max(|wanted|, 1), at least 0. No number: 0. None when the task has no number to compare with.
+    the reply. When it is wrong: 0.1 x (1 + closeness) if it stood in one of those places, else 0.02 + 0.05 x closeness,
+    where closeness = 1 - |got - wanted| / max(|wanted|, 1), at least 0. No number: 0. None when the task has no number
+    to compare with.
     """
 
     def __init__(self, *, field: str = "answer") -> None:
@@ -91,7 +92,7 @@ class ShapedGsm8k:
         if guess == answer:
             return 1.0
         closeness = max(0.0, 1.0 - float(abs(guess - answer) / max(abs(answer), Decimal(1))))
-        return (0.1 if in_format else 0.02) + 0.1 * closeness
+        return 0.1 + 0.1 * closeness if in_format else 0.02 + 0.05 * closeness
 
 
 def final_number(completion: str) -> tuple[Decimal | None, bool]:

@@ -1,0 +1,128 @@
+"""One policy on a node: its model directory, engine, chat template, and the loop that keeps its weights fresh."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from astraflow.config.rooms import build
+from astraflow.config.schema import PolicySection
+from astraflow.contracts import Engine
+from astraflow.errors import ModelError, ProtocolMismatch, Unauthorized, WeightError, WireError
+from astraflow.models.chat import ChatTokenizer
+from astraflow.models.registry import model_directory
+from astraflow.rollout.gateway.endpoint import PolicyEndpoint
+from astraflow.rollout.gateway.tools import parser_for
+from astraflow.rollout.loop import in_thread
+from astraflow.types import WeightVersion
+from astraflow.weights.client import Fetched, WeightClient
+
+log = logging.getLogger("astraflow.node")
+_PAUSE_S, _MAX_PAUSE_S = 0.25, 8.0
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """What all policies of a node share."""
+
+    cache: Path  # of built-in models
+    seed: int  # of the run
+    node_id: str
+    concurrency: int  # requests decoded at once
+    threads: int  # intra-op threads of an engine
+
+
+class Weights:
+    """The newest version that was announced, and the way from there into the engine."""
+
+    def __init__(self, policy: str, client: WeightClient, on_version: Callable[[], None]) -> None:
+        """`on_version` is called when another version is in force."""
+        self._policy, self._client, self._on_version = policy, client, on_version
+        self._announced = WeightVersion(policy, -1)
+        self._news = asyncio.Event()
+        self.num_failures = 0
+
+    def announce(self, newest: WeightVersion) -> None:
+        """There is this version (older ones, and those known already, change nothing)."""
+        if newest.version > self._announced.version or (
+            newest.version == self._announced.version and newest.urls != self._announced.urls
+        ):
+            self._announced = newest
+            self._news.set()
+
+    async def fetch_newer(self, version: int) -> Fetched:
+        """Waits for a version above `version` and fetches it, trying again until a store has it.
+
+        Raises: Unauthorized or ProtocolMismatch: trying again cannot help.
+        """
+        pause_s = _PAUSE_S
+        while True:
+            self._news.clear()
+            wanted = self._announced
+            if wanted.version <= version:
+                await self._news.wait()
+                continue
+            try:
+                return await in_thread(lambda: self._client.fetch(wanted), f"weights-{self._policy}")  # noqa: B023
+            except (Unauthorized, ProtocolMismatch):
+                raise
+            except (WeightError, WireError) as error:
+                self.num_failures += 1
+                log.warning("weights of %s %d: %s", self._policy, wanted.version, error)
+            try:
+                await asyncio.wait_for(self._news.wait(), pause_s)
+            except TimeoutError:
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    async def follow(self, engine: Engine) -> None:
+        """Background task: every newer version goes into `engine`. Raises: ModelError: the weights do not fit."""
+        while True:
+            fetched = await self.fetch_newer(engine.version)
+            await asyncio.wrap_future(engine.load_weights(fetched.version, fetched.tensors))
+            self._on_version()
+
+
+async def start_policy(name: str, section: PolicySection, options: PolicyOptions, weights: Weights) -> PolicyEndpoint:
+    """The engine and chat template of a policy. Its model comes from the cache or disk, else from the weight store.
+
+    Raises: ModelError: the model cannot be used.
+    """
+    try:
+        directory = await in_thread(lambda: model_directory(section.model, options.cache, options.seed), f"model-{name}")
+    except ModelError as error:
+        log.info("%s; waiting for the published files of %s instead", error, name)
+    else:
+        return await in_thread(lambda: _endpoint(name, section, options, directory), f"engine-{name}")
+    fetched = await weights.fetch_newer(-1)
+    with tempfile.TemporaryDirectory(prefix=f"astraflow-{name}-") as place:
+        published = Path(place)
+        await in_thread(lambda: _write(fetched, published), f"model-{name}")
+        return await in_thread(lambda: _endpoint(name, section, options, published), f"engine-{name}")
+
+
+def _write(fetched: Fetched, directory: Path) -> None:
+    """A published version as a model directory."""
+    from safetensors.torch import save_file
+
+    fetched.save_files(directory)
+    save_file(dict(fetched.tensors), directory / "model.safetensors", {"format": "pt"})
+
+
+def _endpoint(name: str, section: PolicySection, options: PolicyOptions, directory: Path) -> PolicyEndpoint:
+    where = f"policies.{name}"
+    chat = ChatTokenizer(directory)
+    given = {
+        "max_concurrency": options.concurrency,
+        "threads": options.threads,
+        # Two nodes (or two lives of one) must not sample the same noise for siblings of one group.
+        "seed": options.seed * 1_000_003 + zlib.crc32(options.node_id.encode()),
+    }
+    engine: Engine = build(
+        "engines", section.engine.type, {**given, **section.engine.options}, f"{where}.engine", model_dir=directory
+    )
+    return PolicyEndpoint(engine, chat, parser_for(section.tool_parser, chat, f"{where}.tool_parser"))

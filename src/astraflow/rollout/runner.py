@@ -1,0 +1,229 @@
+"""Plays leases: an episode waits for its weights, is played by a worker, becomes an Episode, and goes to the committer.
+
+| an episode is | until                                             | then                                        |
+|---------------|---------------------------------------------------|---------------------------------------------|
+| waiting       | every policy's engine has the lease's min version | a gateway episode is opened, a worker plays |
+| playing       | Done, deadline, cancel, or the end of its worker  | its captured calls become trajectories      |
+| finished      | `on_episode(episode)` was called                  | its place is free                           |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from astraflow.contracts import Engine
+from astraflow.errors import AstraFlowError, EpisodeError
+from astraflow.rollout.context.trie import trajectories
+from astraflow.rollout.gateway.core import Gateway
+from astraflow.rollout.gateway.dialect import failure
+from astraflow.rollout.gateway.episode import EpisodeCapture
+from astraflow.rollout.pool import WorkerPool
+from astraflow.rollout.worker.channel import Answer, Ask, Channel
+from astraflow.types import Episode, EpisodeLease, Outcome, Trajectory
+
+log = logging.getLogger("astraflow.node")
+
+_MARGIN_S = 1.0  # of a lease's time is kept for sending what was played (at most a tenth of it)
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """What a runner needs to know beside its parts."""
+
+    node_id: str
+    capacity: int  # episodes in play at once
+    delay_s: float = 0.0  # added to every call of a workflow
+
+
+class _Play:
+    """One lease in play. The pool sees it as a `Player`."""
+
+    __slots__ = ("_runner", "calls", "deadline", "key", "lease", "received", "slot", "task", "timeout_s", "wanted")
+
+    def __init__(self, runner: Runner, lease: EpisodeLease, now: float) -> None:
+        self._runner = runner
+        self.lease, self.task = lease, lease.task
+        self.received = now  # monotonic
+        self.timeout_s = lease.timeout_s - min(_MARGIN_S, 0.1 * lease.timeout_s)
+        self.deadline = now + self.timeout_s
+        self.key = ""  # of the gateway; empty while waiting
+        self.slot = -1
+        self.wanted = True  # False: the lease was taken away, nothing is committed
+        self.calls: dict[int, asyncio.Task[None]] = {}
+
+    def asked(self, ask: Ask, channel: Channel) -> None:
+        self.calls[ask.call] = self._runner.loop.create_task(self._runner.serve(self, ask, channel))
+
+    def dropped(self, call: int) -> None:
+        if (task := self.calls.get(call)) is not None:
+            task.cancel()
+
+    def ended(self, outcome: Outcome | None, error: str | None) -> None:
+        self._runner.end(self, outcome, error)
+
+
+class Runner:
+    """Keeps up to `capacity` episodes in play. All methods run on one loop."""
+
+    def __init__(
+        self,
+        options: RunnerOptions,
+        gateway: Gateway,
+        engines: Mapping[str, Engine],
+        pool: WorkerPool,
+        on_episode: Callable[[Episode], None],
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._options, self._gateway, self._engines, self._pool = options, gateway, engines, pool
+        self._on_episode = on_episode
+        self._plays: dict[str, _Play] = {}  # by episode_id
+        self._waiting: dict[str, _Play] = {}  # the part of them that has not started
+        self._freed = asyncio.Event()
+        self.num_calls = 0
+        self.endings: Counter[str] = Counter()  # "done", "cancelled", or the kind of error -> episodes
+
+    def accept(self, leases: Iterable[EpisodeLease]) -> None:
+        """Play these. A lease that is in play already is taken once; a newer attempt replaces an older one."""
+        now = time.monotonic()
+        for lease in leases:
+            known = self._plays.get(lease.episode_id)
+            if known is not None:
+                if known.lease.attempt >= lease.attempt:
+                    continue
+                self._abandon(known)
+            play = _Play(self, lease, now)
+            self._plays[lease.episode_id] = self._waiting[lease.episode_id] = play
+        self.start_waiting()
+
+    def start_waiting(self) -> None:
+        """Start what can start: call it when weights came into force or a worker is ready."""
+        if not self._waiting or not self._pool.num_ready:
+            return
+        versions = {policy: engine.version for policy, engine in self._engines.items()}
+        for play in list(self._waiting.values()):
+            if all(versions.get(p, -1) >= v for p, v in play.lease.min_versions.items()):
+                self._start(play)
+
+    def expire_waiting(self) -> None:
+        """Give up on episodes whose weights (or worker) did not come in time: they fail, as data."""
+        now = time.monotonic()
+        for play in [p for p in self._waiting.values() if now > p.deadline]:
+            late = [p for p, v in play.lease.min_versions.items() if self._engines[p].version < v]
+            what = f"weights: of {', '.join(late)}" if late else "worker_killed: a worker process"
+            self.end(play, None, f"{what} did not come in {play.timeout_s:.3g} s")
+
+    def cancel(self, episode_ids: Iterable[str]) -> None:
+        """Stop playing episodes whose lease is no longer ours; nothing of them is committed."""
+        for episode_id in episode_ids:
+            if (play := self._plays.get(episode_id)) is not None:
+                self._abandon(play)
+
+    @property
+    def num_in_play(self) -> int:
+        """Episodes waiting or playing."""
+        return len(self._plays)
+
+    @property
+    def num_waiting(self) -> int:
+        """Episodes that wait for weights or for a worker."""
+        return len(self._waiting)
+
+    @property
+    def free(self) -> int:
+        """Episodes that may be leased now."""
+        return self._options.capacity - len(self._plays)
+
+    async def room(self, at_least: int) -> int:
+        """Waits until `at_least` places are free; gives how many are."""
+        while self.free < at_least:
+            self._freed.clear()
+            await self._freed.wait()
+        return self.free
+
+    async def emptied(self) -> None:
+        """Waits until nothing is in play."""
+        while self._plays:
+            self._freed.clear()
+            await self._freed.wait()
+
+    def _start(self, play: _Play) -> None:
+        del self._waiting[play.lease.episode_id]
+        play.timeout_s = max(0.001, play.deadline - time.monotonic())
+        play.key = self._gateway.open_episode(play.lease)
+        play.slot = self._pool.place(play)
+
+    def _abandon(self, play: _Play) -> None:
+        play.wanted = False
+        if play.slot < 0:
+            self.end(play, None, None)
+            return
+        self._plays.pop(play.lease.episode_id)
+        self._pool.stop(play.slot)
+        self._freed.set()
+
+    async def serve(self, play: _Play, ask: Ask, channel: Channel) -> None:
+        """One call of a workflow: the same JSON and the same function of the gateway as over HTTP."""
+        self.num_calls += 1
+        try:
+            if self._options.delay_s:
+                await asyncio.sleep(self._options.delay_s)
+            status, body = await self._gateway.answer(play.key, ask.body)
+        except Exception as problem:
+            log.exception("a call of %s failed inside the gateway", play.lease.episode_id)
+            status, body = failure(AstraFlowError(f"gateway={type(problem).__name__} inside; see the log of the node"))
+        finally:
+            play.calls.pop(ask.call, None)
+        channel.send(Answer(ask.call, status, body))
+
+    def end(self, play: _Play, outcome: Outcome | None, error: str | None) -> None:
+        """The episode is over: called once per play."""
+        lease = play.lease
+        if self._plays.get(lease.episode_id) is play:
+            del self._plays[lease.episode_id]
+            self._waiting.pop(lease.episode_id, None)
+        capture = self._gateway.close_episode(play.key) if play.key else EpisodeCapture(lease, {})
+        self._freed.set()
+        if not play.wanted:
+            self.endings["cancelled"] += 1
+            return
+        wall_s = time.monotonic() - play.received
+        episode = build_episode(capture, self._options.node_id, outcome, error, wall_s)
+        self.endings["done" if episode.error is None else episode.error.partition(":")[0]] += 1
+        self._on_episode(episode)
+
+
+def build_episode(
+    capture: EpisodeCapture, node_id: str, outcome: Outcome | None, error: str | None, wall_s: float
+) -> Episode:
+    """Captured calls and the workflow's outcome as one Episode; a failed one has no reward, whatever was sampled."""
+    lease = capture.lease
+    branches: list[Trajectory] = []
+    if error is None:
+        try:
+            branches = _branches(capture, outcome or Outcome())
+        except EpisodeError as problem:
+            error = f"reward: {problem}"
+        else:
+            if not branches:
+                error = "workflow: the episode ended without one answered call; call llm[<policy>].chat"
+    return Episode(
+        episode_id=lease.episode_id, attempt=lease.attempt, node_id=node_id, task=lease.task, trajectories=branches,
+        error=error, metrics=outcome.metrics if outcome is not None else {}, wall_s=wall_s,
+    )  # fmt: skip
+
+
+def _branches(capture: EpisodeCapture, outcome: Outcome) -> list[Trajectory]:
+    reward, per_call = outcome.reward, outcome.rewards_per_call
+    named = {*per_call, *(reward if isinstance(reward, Mapping) else ())}
+    if unknown := sorted(named - set(capture.calls)):
+        raise EpisodeError(f"policy={unknown[0]!r} is not in this episode; known: {', '.join(sorted(capture.calls))}")
+    branches: list[Trajectory] = []
+    for policy, calls in capture.calls.items():
+        own = reward.get(policy) if isinstance(reward, Mapping) else reward
+        branches += trajectories(calls, policy, own, per_call.get(policy, ()))
+    return branches

@@ -1,0 +1,156 @@
+"""Plays many episodes at once on one loop: the worker's end of the channel."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import itertools
+import logging
+import threading
+from typing import Any, NamedTuple
+
+from astraflow.errors import AstraFlowError, EpisodeError
+from astraflow.rollout.worker.channel import (
+    Answer,
+    Ask,
+    Cancel,
+    Channel,
+    Done,
+    Drop,
+    Hello,
+    Message,
+    Pulse,
+    Ready,
+    Start,
+)
+from astraflow.rollout.worker.client import LLM, BlockingLLM
+from astraflow.rollout.worker.outcome import outcome_of
+from astraflow.rollout.loop import start_in_thread
+from astraflow.types import Outcome
+from astraflow.workflows.load import PlayFunction, build_workflow
+
+log = logging.getLogger("astraflow.worker")
+MAX_TRACEBACKS = 100  # distinct failures logged in full by one worker
+
+
+class _Component(NamedTuple):
+    type: str
+    options: dict[str, Any]
+
+
+class Worker:
+    """The worker's end of the channel. `finished` is set when the node is gone."""
+
+    def __init__(self) -> None:
+        self.finished = asyncio.Event()
+        self.channel = Channel(self._on_message, self.finished.set)
+        self._loop = asyncio.get_running_loop()
+        self._hello: Hello | None = None
+        self._play: PlayFunction | None = None
+        self._blocking = False
+        self._episodes: dict[int, asyncio.Task[None]] = {}
+        self._calls: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
+        self._next_call = itertools.count()
+        self._logged: set[str] = set()
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case Answer():
+                waiting = self._calls.pop(message.call, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result((message.status, message.body))
+            case Start():
+                self._episodes[message.slot] = self._loop.create_task(self._episode(message))
+            case Cancel():
+                if (task := self._episodes.get(message.slot)) is not None:
+                    task.cancel()
+            case Hello():
+                self._begin(message)
+            case _:
+                raise AssertionError(f"a worker is never sent {type(message).__name__}")
+
+    def _begin(self, hello: Hello) -> None:
+        problem = None
+        try:
+            self._play = build_workflow(_Component(hello.workflow, hello.options), hello.policies)
+            self._blocking = not _is_coroutine_function(self._play)
+        except AstraFlowError as error:
+            problem = str(error)
+        except Exception as error:
+            log.exception("workflow %s could not be built", hello.workflow)
+            problem = f"workflow.type={hello.workflow!r} could not be built ({type(error).__name__}: {error})"
+        self._hello = hello
+        self.channel.send(Ready(problem))
+        self._pulse(hello.pulse_s)
+
+    def _pulse(self, every_s: float) -> None:
+        self.channel.send(Pulse())
+        self._loop.call_later(every_s, self._pulse, every_s)
+
+    async def _episode(self, start: Start) -> None:
+        outcome: Outcome | None = None
+        error: str | None = None
+        threads: list[threading.Thread] = []
+        try:
+            async with asyncio.timeout(start.timeout_s) as limit:
+                outcome = outcome_of(await self._run(start, threads))
+        except TimeoutError as failure:
+            if limit.expired():
+                error = f"timeout: the episode ran longer than {start.timeout_s:.3g} s"
+            else:
+                error = self._describe(failure)
+        except asyncio.CancelledError:
+            error = "cancelled: the episode was stopped"
+        except EpisodeError as failure:
+            error = str(failure)
+        except Exception as failure:
+            error = self._describe(failure)
+        del self._episodes[start.slot]
+        self.channel.send(Done(start.slot, outcome, error, any(t.is_alive() for t in threads)))
+
+    async def _run(self, start: Start, threads: list[threading.Thread]) -> object:
+        assert self._hello is not None and self._play is not None
+
+        async def ask(body: bytes) -> tuple[int, bytes]:
+            if start.slot not in self._episodes:
+                raise EpisodeError("gateway: the episode is over; its calls are no longer served")
+            call = next(self._next_call)
+            future: asyncio.Future[tuple[int, bytes]] = self._loop.create_future()
+            self._calls[call] = future
+            self.channel.send(Ask(start.slot, call, body))
+            try:
+                return await future
+            except asyncio.CancelledError:
+                del self._calls[call]
+                self.channel.send(Drop(start.slot, call))
+                raise
+
+        url = self._hello.base_url
+        llm = {policy: LLM(policy, ask, url, start.key) for policy in self._hello.policies}
+        if not self._blocking:
+            return await self._play(start.task, llm)
+        blocking = {policy: BlockingLLM(client, self._loop) for policy, client in llm.items()}
+        play, task = self._play, start.task
+        thread, future = start_in_thread(lambda: play(task, blocking), f"episode-{start.slot}")
+        threads.append(thread)
+        result = await future
+        threads.clear()
+        return result
+
+    def _describe(self, failure: Exception) -> str:
+        """The episode's error; the traceback of each distinct failure is logged once."""
+        place = failure.__traceback__
+        while place is not None and place.tb_next is not None:
+            place = place.tb_next
+        where = f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}" if place is not None else ""
+        mark = f"{type(failure).__name__} {where}"
+        if mark not in self._logged and len(self._logged) < MAX_TRACEBACKS:
+            self._logged.add(mark)
+            log.error("workflow failed (later failures of this kind are counted only)", exc_info=failure)
+        return f"workflow: {type(failure).__name__}: {failure}"
+
+
+def _is_coroutine_function(play: PlayFunction) -> bool:
+    target = play.func if isinstance(play, functools.partial) else play  # a partial carries a function's options
+    return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)

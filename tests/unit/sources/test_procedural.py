@@ -1,0 +1,90 @@
+"""The procedural sources: splits that never meet, rows that never change."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from astraflow.environments import calculator as environment
+from astraflow.errors import SourceError
+from astraflow.sources.calculator import TOOLS, CalculatorSource
+from astraflow.sources.sums import SumsSource
+
+
+def rows(source):
+    return [source.row(i) for i in range(len(source))]
+
+
+def demo_texts(row):
+    call = row["messages"][1]["tool_calls"][0]["function"]
+    return row["messages"][0]["content"], msgspec.json.decode(call["arguments"])["expr"] + "?"
+
+
+def test_heldout_problems_are_in_no_train_row_and_no_demonstration():
+    heldout = {r["text"] for r in rows(CalculatorSource(split="heldout", seed=3))}
+    train = {r["text"] for seed in (0, 1) for r in rows(CalculatorSource(size=600, seed=seed))}
+    demos = {t for r in rows(CalculatorSource(demos=True, size=3000, split="all")) for t in demo_texts(r)}
+    assert len(heldout) == 60
+    assert len(train) == 240
+    assert not heldout & (train | demos)
+
+
+def test_all_problems_are_there_once():
+    texts = [r["text"] for r in rows(CalculatorSource(split="all"))]
+    assert len(texts) == len(set(texts)) == 300
+
+
+def test_answers_are_right():
+    for row in rows(CalculatorSource(split="all")):
+        a, b = row["a"], row["b"]
+        value = {"+": a + b, "-": a - b, "*": a * b}[row["op"]]
+        assert row["answer"] == str(value)
+        assert row["text"] == f"{a}{row['op']}{b}?"
+
+
+def test_rows_depend_on_seed_and_index_alone():
+    one, two, other = CalculatorSource(size=500), CalculatorSource(size=500), CalculatorSource(size=500, seed=1)
+    assert two.row(321) == one.row(321)
+    assert rows(one) == rows(two) != rows(other)
+    assert one.fingerprint() == two.fingerprint() != other.fingerprint()
+
+
+def test_a_fifth_of_the_demonstrations_is_right_and_all_are_right_in_shape():
+    right = 0
+    demos = rows(CalculatorSource(demos=True, size=4000))
+    for row in demos:
+        question, called = demo_texts(row)
+        _, call, tool, answer = row["messages"]
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant", "tool", "assistant"]
+        assert tool["content"] == f"<{environment.evaluate(called)}>"
+        assert tool["tool_call_id"] == call["tool_calls"][0]["id"]
+        right += question == called and answer["content"] == tool["content"].strip("<>") + "."
+    assert 0.17 < right / len(demos) < 0.23
+
+
+def test_source_and_environment_offer_the_same_tool():
+    assert TOOLS == environment.TOOLS
+
+
+def test_sums_split_is_disjoint_and_covers_everything():
+    train, heldout = rows(SumsSource(largest=12)), rows(SumsSource(largest=12, split="heldout"))
+    pairs = {(r["a"], r["b"]) for r in train}, {(r["a"], r["b"]) for r in heldout}
+    assert not pairs[0] & pairs[1]
+    assert len(pairs[0] | pairs[1]) == 13 * 13
+    assert all(r["question"] == f"What is {r['a']}+{r['b']}?" and r["answer"] == str(r["a"] + r["b"]) for r in train)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: CalculatorSource(split="test"), ["split", "test", "heldout"]),
+        (lambda: CalculatorSource(size=-1), ["size", "-1"]),
+        (lambda: SumsSource(largest=1), ["largest", "2..999"]),
+        (lambda: CalculatorSource().row(240), ["row", "240", "0..239"]),
+        (lambda: SumsSource().row(-1), ["row", "-1"]),
+    ],
+)
+def test_wrong_options_say_what_is_right(make, words):
+    with pytest.raises(SourceError) as error:
+        make()
+    assert all(word in str(error.value) for word in words)
