@@ -14,16 +14,14 @@ is tried, and the call counts as forked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from astraflow.errors import GatewayError, ModelError
-from astraflow.rollout.gateway.endpoint import Chat
+from astraflow.rollout.gateway.endpoint import PolicyEndpoint, Tools
 from astraflow.rollout.gateway.messages import MessageKey, read_messages
 from astraflow.types import Message
-
-Tools = list[dict[str, Any]] | None
 
 
 class Context:
@@ -73,10 +71,10 @@ class Reply(NamedTuple):
 class Contexts:
     """All contexts of one episode and policy. Not thread-safe: lives on the gateway's event loop."""
 
-    __slots__ = ("_chat", "_eos_texts", "_root")
+    __slots__ = ("_chat", "_endpoint", "_root")
 
-    def __init__(self, chat: Chat, eos_texts: Sequence[str]) -> None:
-        self._chat, self._eos_texts = chat, [text for text in eos_texts if text]
+    def __init__(self, endpoint: PolicyEndpoint) -> None:
+        self._endpoint, self._chat = endpoint, endpoint.chat
         self._root = _Node()
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> Prompt:
@@ -87,6 +85,9 @@ class Contexts:
         keys, plain = read_messages(messages)
         node, known = self._walk(keys)
         try:
+            if not known:
+                text, ids = self._endpoint.fresh_prompt(tuple(keys), plain, tools)
+                return Prompt(ids, text, node, False, len(ids))
             text = self._chat.render(plain, tools, add_generation_prompt=True)
             for count, context in reversed(known):
                 deepest = context is known[-1][1]
@@ -95,15 +96,15 @@ class Contexts:
                 else:
                     tail = self._tail(context, text, plain[:count], tools) if deepest else None
                 if tail is not None:
-                    rest = self._encode(tail)
+                    rest = self._endpoint.encode(tail)
                     return Prompt(np.concatenate((context.ids, rest)), text, node, not deepest, len(rest))
-            ids = self._encode(text)
+            ids = self._endpoint.encode(text)
         except ModelError as error:
             raise GatewayError(
                 "messages", error.value, f"cannot be written by the chat template ({error})",
                 "send roles and an order of messages that the model's template knows",
             ) from error  # fmt: skip
-        return Prompt(ids, text, node, bool(known), len(ids))
+        return Prompt(ids, text, node, True, len(ids))
 
     def remember(self, prompt: Prompt, reply: Reply) -> None:
         """Store the context that `reply` completes."""
@@ -137,11 +138,10 @@ class Contexts:
         start = context.prompt_chars
         if not text.startswith(prefix) or not prefix.startswith(context.text[:start]):
             return None
-        end, eos = max(((prefix.rfind(eos, start), eos) for eos in self._eos_texts), default=(-1, ""))
+        end, eos = max(
+            ((prefix.rfind(eos, start), eos) for eos in self._endpoint.eos_texts.values() if eos), default=(-1, "")
+        )
         if end < 0:
             return None
         # A reply cut by length has no EOS of its own; the template's EOS is then given text, never trained.
         return text[end + len(eos) if context.ended else end :]
-
-    def _encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._chat.encode(text), dtype=np.int32)

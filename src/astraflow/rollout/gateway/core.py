@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -60,6 +59,7 @@ class Gateway:
     def __init__(self, policies: Mapping[str, PolicyEndpoint]) -> None:
         self._policies = dict(policies)
         self._episodes: dict[str, OpenEpisode] = {}
+        self._wakeups = _Wakeups()
         self._closed: deque[str] = deque(maxlen=_REMEMBERED_KEYS)
         self._counters = dict.fromkeys(
             (
@@ -208,7 +208,7 @@ class Gateway:
             else:
                 waiter: asyncio.Future[Generation] = loop.create_future()
                 episode.running[request_id] = (endpoint, waiter)
-                future.add_done_callback(partial(_wake, loop, waiter))
+                future.add_done_callback(self._wakeups.on_done(loop, waiter))
                 try:
                     generation = await waiter
                 except asyncio.CancelledError:  # the agent went away
@@ -263,19 +263,38 @@ def _closed_error() -> GatewayError:
     return GatewayError("api_key", "***", "belongs to an episode that is over", "stop calling", 410, "episode_closed")
 
 
-def _wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Generation], future: Future[Generation]) -> None:
-    """Runs in the engine's thread."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(_settle, waiter, future)
+class _Wakeups:
+    """Carries finished generations from the engines' threads to the event loop, one wake-up for all at once."""
+
+    def __init__(self) -> None:
+        self._finished: deque[tuple[asyncio.Future[Generation], Future[Generation]]] = deque()
+        self._scheduled = False
+
+    def on_done(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Generation]) -> Callable[..., None]:
+        """What to call when the engine's future is done."""
+
+        def wake(future: Future[Generation]) -> None:  # in the engine's thread
+            self._finished.append((waiter, future))
+            if not self._scheduled and not loop.is_closed():
+                self._scheduled = True
+                loop.call_soon_threadsafe(self._settle_all)
+
+        return wake
+
+    def _settle_all(self) -> None:
+        self._scheduled = False  # before reading, so what is added while reading is read now or wakes us again
+        while self._finished:
+            waiter, future = self._finished.popleft()
+            if not waiter.done():
+                _settle(waiter, future)
 
 
 def _settle(waiter: asyncio.Future[Generation], future: Future[Generation]) -> None:
-    if waiter.done():
-        return
-    error = None if future.cancelled() else future.exception()
     if future.cancelled():
         waiter.set_exception(EngineError("request", "cancelled", "was dropped by the engine", "ask again"))
-    elif error is not None:
+        return
+    error = future.exception()
+    if error is not None:
         waiter.set_exception(error)
     else:
         waiter.set_result(future.result())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +10,9 @@ import numpy as np
 from astraflow.contracts import Engine
 from astraflow.rollout.gateway.tools import ToolParser
 from astraflow.types import Message
+
+Tools = list[dict[str, Any]] | None
+_KEPT_PROMPTS = 64
 
 
 class Chat(Protocol):
@@ -39,3 +42,22 @@ class PolicyEndpoint:
         self.engine, self.chat, self.tool_parser = engine, chat, tool_parser
         self.max_context = engine.max_context if max_context is None else min(max_context, engine.max_context)
         self.eos_texts = {int(i): chat.decode([int(i)], skip_special_tokens=False) for i in chat.eos_ids}
+        self._fresh: dict[Hashable, tuple[Tools, str, np.ndarray]] = {}
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids as int32."""
+        return np.asarray(self.chat.encode(text), dtype=np.int32)
+
+    def fresh_prompt(self, key: Hashable, messages: Sequence[Message], tools: Tools) -> tuple[str, np.ndarray]:
+        """Text and ids of a conversation that continues nothing. The siblings of a task all ask for the same one,
+        so the last ones are kept. `key`: equal for equal messages."""
+        found = self._fresh.get(key)
+        if found is not None and found[0] == tools:
+            return found[1], found[2]
+        text = self.chat.render(messages, tools, add_generation_prompt=True)
+        ids = self.encode(text)
+        ids.setflags(write=False)
+        if len(self._fresh) >= _KEPT_PROMPTS:
+            del self._fresh[next(iter(self._fresh))]
+        self._fresh[key] = (tools, text, ids)
+        return text, ids

@@ -39,7 +39,7 @@ class PolicyCapture:
 
     def __init__(self, policy: str, endpoint: PolicyEndpoint, sampling: Sampling) -> None:
         self.policy, self.endpoint, self.sampling = policy, endpoint, sampling
-        self.contexts = Contexts(endpoint.chat, tuple(endpoint.eos_texts.values()))
+        self.contexts = Contexts(endpoint)
         self.calls: list[Call] = []
         self.next_index = 0
 
