@@ -13,24 +13,8 @@ from typing import Any
 
 from astraflow.config.load import config_from_json, resolved_json
 from astraflow.config.schema import RunConfig
+from astraflow.dataflow.storage.identity import fixed_settings
 from astraflow.errors import ConfigError, LaunchError
-
-# The journal replays every command through the state machine, so whatever decides how commands turn into groups and
-# batches stays as it was. `*` stands for each policy.
-FROZEN = (
-    "run.seed",
-    "sources",
-    "train_source",
-    "workflow.type",
-    "workflow.group_size",
-    "evaluation",
-    "policies.*.model",
-    "policies.*.operators",
-    "policies.*.algorithm.advantage",
-    "policies.*.batch.groups",
-    "policies.*.batch.max_staleness",
-    "policies.*.warm_start",
-)
 
 
 @dataclass(frozen=True)
@@ -114,21 +98,14 @@ def prepare(config: RunConfig, *, resume: bool, path: Path | None = None) -> Run
 
 
 def frozen_changes(old: RunConfig, new: RunConfig) -> list[str]:
-    """Settings that differ although a resumed run must keep them, one sentence each."""
-    before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
-    problems = []
-    if set(old.policies) != set(new.policies):
-        problems.append(
-            f"policies={sorted(new.policies)} must stay {sorted(old.policies)} in a resumed run; start a new run"
-        )
-    for pattern in FROZEN:
-        for where in _expand(pattern, sorted(set(old.policies) & set(new.policies))):
-            was, now = _at(before, where), _at(after, where)
-            if was != now:
-                problems.append(
-                    f"{where}={_short(now)} must stay {_short(was)} in a resumed run; set it back, or start a new run"
-                )
-    return problems
+    """Settings that differ although the journal of a run needs them as they were, one sentence each."""
+    before, after = fixed_settings(old), fixed_settings(new)
+    return [
+        f"{where}={_short(after.get(where))} must stay {_short(before.get(where))} in a resumed run; "
+        "set it back, or start a new run"
+        for where in dict.fromkeys([*before, *after])
+        if before.get(where) != after.get(where)
+    ]
 
 
 @contextmanager
@@ -180,21 +157,6 @@ def _write_whole(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
-
-
-def _expand(pattern: str, policies: list[str]) -> list[str]:
-    return [pattern.replace("*", name) for name in policies] if "*" in pattern else [pattern]
-
-
-def _at(tree: Any, where: str) -> Any:
-    """Value at a dotted path. Policy names may hold dots, so the middle part is matched as a whole."""
-    if where.startswith("policies."):
-        for name, policy in tree["policies"].items():
-            if where.startswith(f"policies.{name}."):
-                return _at(policy, where.removeprefix(f"policies.{name}."))
-    for part in where.split("."):
-        tree = tree[part]
-    return tree
 
 
 def _short(value: Any) -> str:

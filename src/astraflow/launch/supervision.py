@@ -11,6 +11,7 @@
 | Ready       | the dataflow service answers: trainers start, nodes start when their `start_after_s` has passed      |
 | Exited      | crashed: start again after a backoff; too often or a wrong setting (exit code 2): the run fails      |
 | Finished    | the run is over: workers leave by themselves (trainers write their checkpoint), then dataflow ends   |
+| Failed      | the dataflow service says why the run cannot go on: everything ends                                  |
 | Interrupted | once: workers get SIGTERM and a limit, then dataflow; twice: SIGKILL for all                         |
 | Tick        | whatever is due: starts, planned kills, deadlines                                                    |
 """
@@ -46,6 +47,13 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """The dataflow service says that the run cannot go on."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Interrupted:
     """Somebody wants the run to end (Ctrl-C, SIGTERM)."""
 
@@ -55,7 +63,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Ready | Exited | Finished | Interrupted | Tick
+Event = Ready | Exited | Finished | Failed | Interrupted | Tick
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,9 @@ class Supervision:
             case Finished() if self.phase in ("starting", "running"):
                 self.phase, self.finished, self._finished_at = "finishing", True, now
                 self._call_off(lambda slot: slot.spec.role == "node" or slot.attempts == 0)
+            case Failed() if self.failure is None:
+                self.failure = event.reason
+                self._stop()
             case Interrupted():
                 self.interrupts += 1
                 self._stop()

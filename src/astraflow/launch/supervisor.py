@@ -28,6 +28,7 @@ from astraflow.launch.rundir import RunDirectory, held, read_ready, tail
 from astraflow.launch.supervision import (
     Event,
     Exited,
+    Failed,
     Finished,
     Interrupted,
     Limits,
@@ -103,15 +104,13 @@ class Supervisor:
             finally:
                 self._clear_away()
         if self._state.failure is not None:
-            head, _, words = self._state.failure.partition("; ")
-            name = head.partition(" ")[0]
             raise LaunchError(
-                "process", name, head.removeprefix(f"{name} ") + "; " + words, f"see {self.directory.log(name)}"
+                "run", self.config.run.name, f"failed: {self._state.failure}", f"see {self.directory.logs}"
             )
         if self._state.finished and not self._state.succeeded and not self._interrupts:
             raise LaunchError(
-                "trainer", "last checkpoint", "was not confirmed: a trainer did not end by itself",
-                f"see {self.directory.logs}, then go on with --resume",
+                "run", self.config.run.name, "made all its steps, but a trainer did not end by itself",
+                "write its last checkpoint with --resume",
             )  # fmt: skip
         return self._state.succeeded
 
@@ -143,7 +142,9 @@ class Supervisor:
             status = self._poller.newest()
             if status is not None:
                 self.progress.update(status)
-                if status.get("finished"):
+                if status["failure"] is not None:
+                    yield Failed(status["failure"]["error"])
+                elif status["finished"]:
                     yield Finished()
         yield Tick()
 

@@ -7,6 +7,7 @@ from astraflow.launch.plan import ProcessSpec
 from astraflow.launch.supervision import (
     Event,
     Exited,
+    Failed,
     Finished,
     Instruction,
     Interrupted,
@@ -156,6 +157,19 @@ def test_dataflow_that_never_answers_is_killed_and_counts_as_a_crash() -> None:
     assert state.handle(Tick(), 60.1) == [Signal("dataflow", kill=True)]
     state.handle(Exited("dataflow", -9), 60.2)
     assert state.handle(Tick(), 61.0) == [Start("dataflow", 2)]
+
+
+def test_a_failure_that_the_dataflow_service_reports_ends_the_run() -> None:
+    state = running()
+    assert names(state.handle(Failed("every group was dropped; use another reward"), 10.0)) == [
+        "trainer-actor",
+        "node-a",
+    ]
+    state.handle(Exited("trainer-actor", 0), 11.0)
+    state.handle(Exited("node-a", 0), 11.0)
+    state.handle(Exited("dataflow", 0), 11.0)
+    assert state.phase == "done" and state.failure == "every group was dropped; use another reward"
+    assert not state.succeeded
 
 
 ACTIONS = st.sampled_from(["ready", "finished", "interrupt", "tick", "crash", "leave", "refuse"])

@@ -1,0 +1,57 @@
+"""What a user can name is in the docs, and what the docs link to exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from astraflow.cli.app import app
+from astraflow.observe.metrics import METRICS
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def test_every_verb_is_documented() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert not [verb for verb in verbs if f"`astraflow {verb}" not in text]
+
+
+def test_every_verb_says_what_it_does() -> None:
+    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    assert not [c.name for c in commands if not c.help or len(c.help) < 20]
+
+
+def test_every_metric_is_documented_with_its_kind() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    assert not [
+        m.name for m in METRICS if f"| `{m.name}` | {m.kind}, {m.unit} | {', '.join(m.labels) or '-'} |" not in text
+    ]
+
+
+def test_every_command_of_the_makefile_is_real_where_the_docs_name_it() -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"`?make ([a-z0-9-]+)`?\b", page.read_text())}
+    named = {n for n in named if any(f"`make {n}" in p.read_text() or f"\nmake {n}" in p.read_text() for p in PAGES)}
+    assert named and not named - targets
+
+
+def test_every_dependency_has_its_reason() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "docs" / "dependencies.md").read_text()
+    extras = project["optional-dependencies"]
+    wanted = [re.split(r"[\[<>=;, ]", d)[0] for d in project["dependencies"]]
+    assert not [name for name in wanted if name not in text]
+    assert not [name for name in extras if f"`{name}`" not in text]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    assert not [t for t in targets if not t.startswith("http") and not (page.parent / t).exists()]
