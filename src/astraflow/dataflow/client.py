@@ -1,0 +1,90 @@
+"""The dataflow service as nodes and trainers see it: one method per request, synchronous, thread-safe, torch-free."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from astraflow.errors import DataflowError
+from astraflow.types import BatchHeader, Episode
+from astraflow.wire import messages as m
+from astraflow.wire.client import HttpClient
+from astraflow.wire.codec import encode_episodes, read_stream, write_stream
+
+
+class DataflowClient:
+    """Every method raises `WireError` (its `status` says which refusal) and `Unreachable` after `give_up_s`."""
+
+    def __init__(self, url: str, token: str | None = None, *, give_up_s: float = 10.0) -> None:
+        self._http = HttpClient(url, token, give_up_s=give_up_s)
+
+    def run(self) -> m.RunReply:
+        """The run that the service serves, with its resolved run file."""
+        return self._http.json("GET", "/run", None, m.RunReply)
+
+    def join(self, join: m.Join) -> m.JoinReply:
+        """Enter the pool as a node; again is a no-op."""
+        return self._http.json("POST", "/nodes", join, m.JoinReply)
+
+    def heartbeat(self, node_id: str, stats: Mapping[str, float], versions: Mapping[str, int]) -> m.HeartbeatReply:
+        """The node lives. A `WireError` with status 404 means: join again, and drop what you play."""
+        body = m.Heartbeat(stats=dict(stats), versions=dict(versions))
+        return self._http.json("POST", f"/nodes/{node_id}/heartbeat", body, m.HeartbeatReply)
+
+    def drain(self, node_id: str) -> None:
+        """Leave the pool; leases are given back."""
+        self._http.json("DELETE", f"/nodes/{node_id}", None, m.Ok)
+
+    def lease(self, node_id: str, n: int, *, wait_s: float = 0.0, request_id: str | None = None) -> m.LeaseReply:
+        """Up to `n` episodes, waiting at most `wait_s` for the first. A repeated `request_id` gets the same ones."""
+        request_id = request_id or uuid.uuid4().hex
+        body = m.LeaseRequest(node_id=node_id, request_id=request_id, n=n, wait_s=wait_s)
+        return self._http.json("POST", "/leases", body, m.LeaseReply, wait_s=wait_s)
+
+    def commit(self, episodes: Sequence[Episode]) -> dict[str, str]:
+        """Hand in episodes of one node: episode id -> "accepted", "duplicate" or "refused: <why>"."""
+        if not episodes:
+            return {}
+        nodes = {e.node_id for e in episodes}
+        if len(nodes) > 1:
+            raise DataflowError("node_id", sorted(nodes), "must be one per commit", "commit for each node by itself")
+        body = write_stream(*encode_episodes(episodes, episodes[0].node_id))
+        return self._http.post_bytes("/episodes", memoryview(body), m.EpisodesReply).results
+
+    def resume(self, policy: str, resume: m.Resume) -> m.ResumeReply:
+        """A trainer of `policy` starts at `resume.version`; batches after it will be served again."""
+        return self._http.json("POST", f"/policies/{policy}/resume", resume, m.ResumeReply)
+
+    def trainer_heartbeat(self, policy: str, trainer_id: str, stats: Mapping[str, float] | None = None) -> None:
+        """The trainer lives: extends its batch lease."""
+        body = m.TrainerHeartbeat(trainer_id=trainer_id, stats=dict(stats or {}))
+        self._http.json("POST", f"/policies/{policy}/heartbeat", body, m.Ok)
+
+    def batch(
+        self, policy: str, trainer_id: str, version: int, *, wait_s: float = 0.0
+    ) -> tuple[BatchHeader, pa.Table] | None:
+        """The batch of step `version + 1` (columns: `wire.codec.TRAINING_SCHEMA`); None: not full within `wait_s`."""
+        body = m.BatchRequest(trainer_id=trainer_id, version=version, wait_s=wait_s)
+        status, payload, _ = self._http.get_bytes("POST", f"/policies/{policy}/batches", body, wait_s=wait_s)
+        return None if status == 204 else read_stream(payload, BatchHeader)
+
+    def ack(self, header: BatchHeader, trainer_id: str, metrics: Mapping[str, float] | None = None) -> None:
+        """The batch was trained and version `header.step` is published."""
+        body = m.Ack(trainer_id=trainer_id, version=header.step, metrics=dict(metrics or {}))
+        self._http.json("POST", f"/policies/{header.policy}/batches/{header.batch_id}/ack", body, m.Ok)
+
+    def checkpoint(self, policy: str, trainer_id: str, version: int) -> None:
+        """A checkpoint of `version` is on disk."""
+        body = m.Checkpoint(trainer_id=trainer_id, version=version)
+        self._http.json("POST", f"/policies/{policy}/checkpoints", body, m.Ok)
+
+    def status(self) -> dict[str, Any]:
+        """What `/status` shows."""
+        return self._http.json("GET", "/status", None, dict[str, Any])
+
+    def close(self) -> None:
+        """End waits and drop connections."""
+        self._http.close()

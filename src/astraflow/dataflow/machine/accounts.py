@@ -1,0 +1,124 @@
+"""The accounting law: `admitted = trained + dropped{reason} + in_flight`, per policy and over all of them.
+
+Also who still needs which bytes: a put is kept while a waiting or retained group points at one of its rows, a segment
+while one of its puts is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from astraflow.dataflow.machine.commands import DropSegment, Event, Wake
+from astraflow.dataflow.machine.plan import Context
+from astraflow.dataflow.machine.records import Failed, Part, PolicyState, Put, TaskAccount
+
+RECENT_GROUPS = 4096
+
+
+def admit(context: Context, group_id: str) -> None:
+    """A task takes one slot of every policy that still trains."""
+    state = context.state
+    wanted = [name for name in state.policies if not context.finished_policy(name)]
+    for name in wanted:
+        state.policies[name].admitted += 1
+    state.admitted += 1
+    state.tasks[group_id] = TaskAccount(wanted)
+
+
+def settle_trained(context: Context, name: str, group_id: str) -> None:
+    """The group was part of an acknowledged step of policy `name`."""
+    context.state.policies[name].trained += 1
+    _settle(context, name, group_id, trained=True, reason="")
+
+
+def settle_dropped(context: Context, name: str, group_id: str, reason: str) -> None:
+    """The group will not be trained by policy `name`; its slot is free."""
+    policy = context.state.policies[name]
+    policy.dropped[reason] = policy.dropped.get(reason, 0) + 1
+    policy.num_dropped += 1
+    _settle(context, name, group_id, trained=False, reason=reason)
+    context.out.append(Event("dropped", {"policy": name, "group_id": group_id, "reason": reason}))
+    context.out.append(Wake("leases"))
+    if reason != "finished":
+        policy.dropped_in_row += 1
+        _check_anything_left(context, name, policy)
+
+
+def fail(context: Context, failed: Failed) -> None:
+    """The run cannot go on; the first failure is kept."""
+    if context.state.failure is not None:
+        return
+    context.state.failure = failed
+    context.out.append(Event("alarm", {"failure": str(failed)}))
+    context.out.append(Wake("leases"))
+    context.out.extend(Wake(name) for name in context.state.policies)
+
+
+def _settle(context: Context, name: str, group_id: str, *, trained: bool, reason: str) -> None:
+    state = context.state
+    account = state.tasks[group_id]
+    account.open_policies.remove(name)
+    account.trained = account.trained or trained
+    if account.open_policies:
+        return
+    del state.tasks[group_id]
+    if account.trained:
+        state.trained += 1
+    else:
+        state.dropped[reason] = state.dropped.get(reason, 0) + 1
+
+
+def _check_anything_left(context: Context, name: str, policy: PolicyState) -> None:
+    limit = context.plan.policies[name].max_dropped_groups
+    if policy.dropped_in_row < limit:
+        return
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(policy.dropped.items()))
+    fail(
+        context,
+        Failed(
+            "NothingToTrainOn",
+            f"policies.{name}.batch.max_dropped_groups",
+            str(limit),
+            f"groups were dropped in a row without one batch (so far: {reasons})",
+            "make rewards differ within a group: easier or more varied tasks, a warm start, a higher "
+            "sampling.temperature, a larger workflow.group_size; or keep equal groups with operators = ['keep_all']; "
+            "or raise this limit",
+        ),
+    )
+
+
+def remember(context: Context, group_id: str, attempts: list[int]) -> None:
+    """Keep the accepted attempts of a closed group for a while, so that a repeated commit is known as a duplicate."""
+    recent = context.state.recent
+    recent[group_id] = attempts
+    while len(recent) > RECENT_GROUPS:
+        del recent[next(iter(recent))]
+
+
+def hold(context: Context, put: Put, num_parts: int) -> None:
+    """`num_parts` parts point at the put."""
+    if not num_parts:
+        return
+    state = context.state
+    if put.key not in state.puts:
+        state.puts[put.key] = put
+        state.segment_puts[put.segment] = state.segment_puts.get(put.segment, 0) + 1
+    state.put_refs[put.key] = state.put_refs.get(put.key, 0) + num_parts
+
+
+def release(context: Context, parts: Iterable[Part]) -> None:
+    """These parts need their rows no more; forgets puts and segments that nobody needs."""
+    state = context.state
+    for part in parts:
+        left = state.put_refs[part.put] - 1
+        if left:
+            state.put_refs[part.put] = left
+            continue
+        del state.put_refs[part.put]
+        segment = state.puts.pop(part.put).segment
+        puts = state.segment_puts[segment] - 1
+        if puts:
+            state.segment_puts[segment] = puts
+        else:
+            del state.segment_puts[segment]
+            context.out.append(DropSegment(segment))

@@ -1,0 +1,121 @@
+"""Evaluation rounds on held-out tasks, played by the same nodes beside training.
+
+A round is due at version 0, every `evaluation.every` steps, and at the end; with several policies the oldest counts.
+Its tasks are opened one by one when a node asks, and folded into sums when complete, so a round costs no memory.
+"""
+
+from __future__ import annotations
+
+from astraflow.dataflow.machine.admission import open_group
+from astraflow.dataflow.machine.commands import Event, MetricsRow, Wake
+from astraflow.dataflow.machine.plan import Context, EvalPlan
+from astraflow.dataflow.machine.records import EpisodeCommit, EvalRound, OpenGroup
+
+
+class Evaluation:
+    """The rounds of one run; without an [evaluation] section there are none."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    @property
+    def done(self) -> bool:
+        """No round is open and none will come."""
+        return self._context.plan.evaluation is None or self._context.state.next_round < 0
+
+    @property
+    def waiting(self) -> bool:
+        """Some evaluation episode waits for a node."""
+        state = self._context.state
+        return bool(state.eval_pending) or any(r.next_task < r.num_tasks for r in state.rounds)
+
+    def start_due(self) -> None:
+        """Open the rounds that the newest version calls for."""
+        plan, state = self._context.plan, self._context.state
+        if plan.evaluation is None or not self._context.all_resumed:
+            return
+        newest = min(p.latest for p in state.policies.values())
+        while 0 <= state.next_round <= newest:
+            version = state.next_round
+            state.rounds.append(EvalRound(version, plan.evaluation.num_tasks, started_s=self._context.now))
+            later = min(version + plan.evaluation.every, plan.steps)
+            state.next_round = later if version < plan.steps else -1
+            self._context.out.append(Wake("leases"))
+
+    def next_group(self) -> OpenGroup | None:
+        """Open the next task of the oldest round that has one."""
+        context = self._context
+        evaluation = context.plan.evaluation
+        for round_ in context.state.rounds:
+            if evaluation is not None and round_.next_task < round_.num_tasks:
+                row = round_.next_task
+                round_.next_task += 1
+                group_id = f"eval/{round_.version}/{evaluation.source}/{row}"
+                return open_group(context, group_id, evaluation.source, row, 0, evaluation.samples)
+        return None
+
+    def complete(self, group: OpenGroup) -> None:
+        """Fold a complete group into its round, and close the round after its last task."""
+        context = self._context
+        evaluation, state = context.plan.evaluation, context.state
+        version = version_of(group.group_id)
+        round_ = next((r for r in state.rounds if r.version == version), None)
+        if evaluation is None or round_ is None:  # the section was taken out of the run file
+            return
+        successes = [_fold(round_, result) for result in group.results if result is not None]
+        round_.passed += any(successes)
+        round_.num_done += 1
+        if round_.num_done == round_.num_tasks:
+            state.rounds.remove(round_)
+            self._publish(round_, evaluation)
+
+    def _publish(self, round_: EvalRound, evaluation: EvalPlan) -> None:
+        context = self._context
+        scored = max(round_.num_scored, 1)
+        metrics = {
+            "eval/version": float(round_.version),
+            "eval/reward": round_.reward_sum / scored,
+            f"eval/avg@{evaluation.samples}": round_.success_sum / scored,
+            f"eval/pass@{evaluation.samples}": round_.passed / round_.num_tasks,
+            "eval/success": round_.success_sum / scored,
+            "eval/num_tasks": float(round_.num_tasks),
+            "eval/num_episodes": float(round_.num_episodes),
+            "eval/num_failed": float(round_.num_failed),
+            "eval/min_version": float(round_.min_version),
+            "eval/max_version": float(round_.max_version),
+            "eval/wall_s": context.now - round_.started_s,
+        }
+        context.state.results.append(metrics)
+        context.out.append(MetricsRow("eval", "", round_.version, context.now, metrics))
+        context.out.append(Event("eval", {"version": round_.version, **metrics}))
+        context.out.append(Wake("leases"))
+
+
+def version_of(group_id: str) -> int:
+    """The version that an evaluation group is for."""
+    return int(group_id.split("/", 2)[1])
+
+
+def _fold(round_: EvalRound, result: EpisodeCommit) -> bool:
+    """Add one episode; True when it succeeded."""
+    round_.num_episodes += 1
+    for part in result.parts:
+        if part.max_version >= 0:
+            oldest = part.min_version
+            round_.min_version = oldest if round_.min_version < 0 else min(round_.min_version, oldest)
+            round_.max_version = max(round_.max_version, part.max_version)
+    rewards = [p.reward for p in result.parts if p.reward is not None]
+    if result.error is not None or not rewards:
+        round_.num_failed += 1
+        return False
+    reward = sum(rewards) / len(rewards)
+    success = success_of(result, reward)
+    round_.num_scored += 1
+    round_.reward_sum += reward
+    round_.success_sum += success
+    return success >= 0.5
+
+
+def success_of(result: EpisodeCommit, reward: float) -> float:
+    """The episode's "success" metric; without one, a reward of at least 1."""
+    return result.metrics.get("success", float(reward >= 1.0))

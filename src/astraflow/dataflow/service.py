@@ -1,0 +1,310 @@
+"""The dataflow service over HTTP: every request of `wire.messages`, and nothing that decides.
+
+```
+ request ─► check the body ─► command ─► shell (journal, machine) ─► reply
+              rows of episodes go to a segment first; rows of a batch come from there
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from astraflow.config.schema import RunConfig
+from astraflow.contracts import Source
+from astraflow.dataflow.machine import commands as c
+from astraflow.dataflow.machine.queues import batch_id
+from astraflow.dataflow.machine.records import PolicyState
+from astraflow.dataflow.shell import Shell
+from astraflow.dataflow.storage.rows import batch_table, episode_commits, row_facts
+from astraflow.dataflow.views.status import prometheus_text, status
+from astraflow.types import BatchHeader
+from astraflow.wire import messages as m
+from astraflow.wire.app import (
+    HttpError,
+    bind,
+    check_bind,
+    create_app,
+    json_reply,
+    read_body,
+    read_json,
+    serve,
+    stream_reply,
+)
+from astraflow.wire.codec import read_stream, write_stream
+
+_LONGEST_WAIT_S = 60.0
+
+
+class _Endpoints:
+    """One method per request."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell, self._machine = shell, shell.machine
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/run", self.run),
+            Route("/nodes", self.join, methods=["POST"]),
+            Route("/nodes/{node_id}/heartbeat", self.heartbeat, methods=["POST"]),
+            Route("/nodes/{node_id}", self.drain, methods=["DELETE"]),
+            Route("/leases", self.lease, methods=["POST"]),
+            Route("/episodes", self.commit, methods=["POST"]),
+            Route("/policies/{policy}/resume", self.resume, methods=["POST"]),
+            Route("/policies/{policy}/heartbeat", self.trainer_heartbeat, methods=["POST"]),
+            Route("/policies/{policy}/batches", self.batch, methods=["POST"]),
+            Route("/policies/{policy}/batches/{batch_id:path}/ack", self.ack, methods=["POST"]),
+            Route("/policies/{policy}/checkpoints", self.checkpoint, methods=["POST"]),
+            Route("/status", self.status),
+            Route("/metrics", self.prometheus),
+            Route("/events", self.events),
+        ]
+
+    async def run(self, request: Request) -> Response:
+        config = self._shell.config
+        finished = self._machine.finished
+        return json_reply(m.RunReply(config.run.name, self._shell.run_id, config.model_dump(mode="json"), finished))
+
+    async def join(self, request: Request) -> Response:
+        body = await read_json(request, m.Join)
+        self._check_run(body.run_id)
+        await self._shell.submit(c.JoinNode(body))
+        return json_reply(m.JoinReply(self._shell.config.dataflow.heartbeat_s, self._machine.leases.versions()))
+
+    async def heartbeat(self, request: Request) -> Response:
+        node_id = request.path_params["node_id"]
+        body = await read_json(request, m.Heartbeat)
+        with _refusals():
+            self._machine.leases.node(node_id)
+        seen = self._machine.live.hear_node(node_id, self._shell.now())
+        seen.stats, seen.versions = body.stats, body.versions
+        cancelled, seen.cancelled = seen.cancelled, []
+        versions, finished = self._machine.leases.versions(), self._machine.finished
+        return json_reply(m.HeartbeatReply(versions, cancelled, False, finished))
+
+    async def drain(self, request: Request) -> Response:
+        await self._shell.submit(c.DrainNode(request.path_params["node_id"]))
+        return json_reply(m.Ok())
+
+    async def lease(self, request: Request) -> Response:
+        body = await read_json(request, m.LeaseRequest)
+        leases = self._machine.leases
+        deadline = _deadline(body.wait_s)
+        given: list[Any] = []
+        while True:
+            self._check_alive()
+            with _refusals():
+                node = leases.node(body.node_id)
+            self._machine.live.hear_node(body.node_id, self._shell.now())
+            if body.n > 0 and (leases.available or node.last_request == body.request_id):
+                given = await self._shell.submit(c.LeaseEpisodes(body.node_id, body.request_id, body.n))
+            if given or self._machine.finished or not await self._wait("leases", deadline):
+                break
+        return json_reply(m.LeaseReply(given, leases.versions(), self._machine.finished))
+
+    async def commit(self, request: Request) -> Response:
+        body = await read_body(request)
+        header, table = read_stream(body, m.EpisodesHeader)
+        facts = row_facts(header, table, self._machine.state.policies)
+        put = self._shell.segments.append(body) if table.num_rows else None  # no await until it is submitted
+        command = c.CommitEpisodes(header.node_id, put, episode_commits(header, facts, put))
+        return json_reply(m.EpisodesReply(await self._shell.submit(command)))
+
+    async def resume(self, request: Request) -> Response:
+        body = await read_json(request, m.Resume)
+        self._check_run(body.run_id)
+        return json_reply(await self._shell.submit(c.ResumePolicy(request.path_params["policy"], body)))
+
+    async def trainer_heartbeat(self, request: Request) -> Response:
+        body = await read_json(request, m.TrainerHeartbeat)
+        name, _ = self._trainer(request, body.trainer_id)
+        self._machine.live.hear_trainer(name, self._shell.now()).stats = body.stats
+        return json_reply(m.Ok())
+
+    async def batch(self, request: Request) -> Response:
+        body = await read_json(request, m.BatchRequest)
+        deadline = _deadline(body.wait_s)
+        while True:
+            self._check_alive()
+            name, policy = self._trainer(request, body.trainer_id)
+            self._machine.live.hear_trainer(name, self._shell.now())
+            if body.version >= self._machine.context.plan.steps or self._machine.queues.ready(name, body.version):
+                grant = await self._shell.submit(c.TakeBatch(name, body.trainer_id, body.version))
+                if grant is not None and grant.step in policy.batches:
+                    return self._batch_reply(request, name, policy, grant.step)
+            if not await self._wait(name, deadline):
+                return Response(status_code=204)
+
+    def _batch_reply(self, request: Request, name: str, policy: PolicyState, step: int) -> Response:
+        batch = policy.batches[step]
+        header = BatchHeader(
+            batch_id=batch_id(name, step),
+            policy=name,
+            step=step,
+            num_groups=len(batch.groups),
+            num_episodes=sum(len(g.entries) for g in batch.groups),
+            lease_s=self._shell.config.dataflow.batch_lease_s,
+            replay=batch.acked,
+            metrics=batch.metrics,
+        )
+        table = batch_table(batch, self._machine.state.puts, self._shell.segments.read)
+        return stream_reply(request, write_stream(header, table))
+
+    async def ack(self, request: Request) -> Response:
+        body = await read_json(request, m.Ack)
+        path = request.path_params
+        await self._shell.submit(c.AckBatch(path["policy"], path["batch_id"], body))
+        return json_reply(m.Ok())
+
+    async def checkpoint(self, request: Request) -> Response:
+        body = await read_json(request, m.Checkpoint)
+        await self._shell.submit(c.CoverBatches(request.path_params["policy"], body))
+        return json_reply(m.Ok())
+
+    async def status(self, request: Request) -> Response:
+        shell = self._shell
+        head = {"run": shell.config.run.name, "run_id": shell.run_id}
+        return json_reply({**head, **status(self._machine, shell.now())})
+
+    async def prometheus(self, request: Request) -> Response:
+        return Response(prometheus_text(self._machine), media_type="text/plain; version=0.0.4")
+
+    async def events(self, request: Request) -> Response:
+        return StreamingResponse(self._event_stream(), media_type="text/event-stream")
+
+    async def _event_stream(self) -> AsyncIterator[bytes]:
+        queue = self._shell.listen()
+        try:
+            yield b": connected\n\n"
+            while not self._shell.stopping:
+                try:
+                    event = await asyncio.wait_for(queue.get(), self._shell.config.dataflow.heartbeat_s)
+                except TimeoutError:
+                    yield b": alive\n\n"
+                    continue
+                yield b"event: " + event.kind.encode() + b"\ndata: " + msgspec.json.encode(event.fields) + b"\n\n"
+        finally:
+            self._shell.unlisten(queue)
+
+    async def _wait(self, topic: str, deadline: float) -> bool:
+        """False: the time of the request is over, or the service stops."""
+        left = deadline - asyncio.get_running_loop().time()
+        if left <= 0 or self._shell.stopping:
+            return False
+        await self._shell.wait(topic, left)
+        return not self._shell.stopping
+
+    def _trainer(self, request: Request, trainer_id: str) -> tuple[str, PolicyState]:
+        name = request.path_params["policy"]
+        with _refusals():
+            return name, self._machine.queues.current(name, trainer_id)
+
+    def _check_run(self, run_id: str) -> None:
+        if run_id != self._shell.run_id:
+            raise HttpError(
+                409, f"run_id={run_id} is not this run ({self._shell.run_id}); start the process for this run again",
+                "DataflowError",
+            )  # fmt: skip
+
+    def _check_alive(self) -> None:
+        failure = self._machine.state.failure
+        if failure is not None:
+            raise HttpError(409, str(failure), failure.kind)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except c.Refusal as refusal:
+        raise HttpError(refusal.status, str(refusal), refusal.kind) from refusal
+
+
+def _deadline(wait_s: float) -> float:
+    return asyncio.get_running_loop().time() + min(max(wait_s, 0.0), _LONGEST_WAIT_S)
+
+
+def create_dataflow_app(
+    config: RunConfig, run_dir: Path, token: str | None, sources: Mapping[str, Source] | None = None
+) -> Starlette:
+    """The app of one run; recovers from `run_dir` at once. `app.state.shell.crashed` is set when a part of it dies.
+
+    Raises: JournalError, SourceError: as `Shell`.
+    """
+    shell = Shell(config, run_dir, sources)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        ticks = asyncio.create_task(shell.tick_forever(), name="tick")
+        ticks.add_done_callback(lambda t: None if t.cancelled() else shell.end("tick", t.exception() or StoppedEarly()))
+        try:
+            yield
+        finally:
+            ticks.cancel()
+            await asyncio.wait({ticks})
+            shell.close()
+
+    app = create_app(_Endpoints(shell).routes(), token=token, lifespan=lifespan)
+    app.state.shell = shell
+    return app
+
+
+class StoppedEarly(RuntimeError):
+    """A background task returned although the service goes on."""
+
+
+async def serve_dataflow(
+    app: Starlette, host: str, port: int, on_ready: Callable[[str], None], stop: asyncio.Event
+) -> None:
+    """Serve an app of `create_dataflow_app` until `stop` is set or a part of it dies.
+
+    Raises: what the part died of.
+    """
+    shell: Shell = app.state.shell
+    try:
+        sock = bind(host, port, "dataflow.port")
+    except BaseException:
+        shell.close()
+        raise
+    halt = asyncio.Event()
+    server = asyncio.create_task(serve(app, sock, on_ready, halt), name="http server")
+    waits = {asyncio.create_task(stop.wait(), name="stop"), asyncio.create_task(shell.crashed.wait(), name="crash")}
+    await asyncio.wait({server, *waits}, return_when=asyncio.FIRST_COMPLETED)
+    for task in waits:
+        task.cancel()
+    shell.stop()
+    halt.set()
+    await server
+    if shell.crash is not None:
+        raise shell.crash
+
+
+def run_service(
+    config: RunConfig, run_dir: Path, *, host: str, port: int, token: str | None, on_ready: Callable[[str], None]
+) -> None:
+    """The process of `astraflow dataflow`: serves until SIGTERM or SIGINT.
+
+    Raises: LaunchError, JournalError, SourceError: it cannot start. Anything else: a part died, named in a note.
+    """
+    check_bind(host, token, "dataflow.host")
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await serve_dataflow(create_dataflow_app(config, run_dir, token), host, port, on_ready, stop)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

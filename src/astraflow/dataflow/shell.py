@@ -1,0 +1,259 @@
+"""The shell around the machine: journal, segments, clock, waiting requests, metrics.jsonl.
+
+| who waits                  | for                        | unblocked by                            |
+|----------------------------|----------------------------|-----------------------------------------|
+| POST /leases (topic leases)| an admissible episode      | ack, drop, lost lease, eval round       |
+| POST /policies/p/batches   | a full batch (topic p)     | commit that completes the last group    |
+| every command              | one SQLite transaction     | `_flush`, once per turn of the loop     |
+
+Commands of one turn are journaled in one transaction, then applied in order, then answered. When the journal cannot be
+written nothing is applied, so the state never runs ahead of the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from astraflow.config import rooms
+from astraflow.config.load import config_from_json, resolved_json
+from astraflow.config.schema import RunConfig
+from astraflow.contracts import Source
+from astraflow.dataflow.journal import Journal
+from astraflow.dataflow.machine import commands as c
+from astraflow.dataflow.state import Machine
+from astraflow.dataflow.storage.identity import refuse_other_data, refuse_other_run
+from astraflow.dataflow.storage.segments import Segments
+from astraflow.dataflow.views.nodes import PoolRates
+from astraflow.dataflow.views.rows import MetricsFile
+from astraflow.errors import JournalError
+from astraflow.wire.app import HttpError
+
+log = logging.getLogger("astraflow.dataflow")
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(c.Command).decode
+_QUIET = ("dropped",)  # events too frequent for the log
+_EVENTS_KEPT = 1000  # per listener; a slow one misses events, nobody waits for it
+
+
+def open_sources(config: RunConfig) -> dict[str, Source]:
+    """The training source and that of [evaluation].
+
+    Raises: SourceError: data that is missing or malformed.
+    """
+    names = [config.train_source] + ([config.evaluation.source] if config.evaluation is not None else [])
+    return {
+        name: rooms.build("sources", config.sources[name].type, config.sources[name].options, f"sources.{name}")
+        for name in dict.fromkeys(names)
+    }
+
+
+class Shell:
+    """One run's dataflow. Recovers from `<run_dir>/dataflow` when there is a journal.
+
+    Raises: JournalError: in use, broken, of other data or settings. SourceError: data missing.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, sources: Mapping[str, Source] | None = None) -> None:
+        self.config = config
+        self._sources = dict(sources) if sources is not None else open_sources(config)
+        self.journal = Journal(run_dir / "dataflow")
+        try:
+            self.metrics = MetricsFile(run_dir / "metrics.jsonl")
+            self.machine, self._base = self._recover()
+            self.segments = Segments(run_dir / "dataflow" / "segments", self.machine.state.puts.values())
+        except BaseException:
+            self.journal.close()
+            raise
+        self._started = time.monotonic()
+        self._pending: list[tuple[c.Command, asyncio.Future[Any]]] = []
+        self._topics = {topic: asyncio.Event() for topic in ("leases", *config.policies)}
+        self._listeners: set[asyncio.Queue[c.Event]] = set()
+        self._rates = PoolRates()
+        self._retry_snapshot_at = 0
+        self.stopping = False
+        self.crashed: asyncio.Event = asyncio.Event()
+        self.crash: BaseException | None = None
+
+    def now(self) -> float:
+        """Run time in seconds: only while the service runs, never backwards, also over restarts."""
+        return self._base + time.monotonic() - self._started
+
+    async def submit(self, command: c.Command) -> Any:
+        """Journal and apply a command, and give the machine's reply.
+
+        Raises: HttpError: refused by the machine. JournalError: could not be written; not applied.
+        """
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._pending.append((command, future))
+        return await future
+
+    async def wait(self, topic: str, timeout_s: float) -> None:
+        """Until something happened to `topic`, or `timeout_s` is over."""
+        try:
+            await asyncio.wait_for(self._topics[topic].wait(), timeout_s)
+        except TimeoutError:
+            pass
+
+    def listen(self) -> asyncio.Queue[c.Event]:
+        """Events from now on; give it back with `unlisten`."""
+        queue: asyncio.Queue[c.Event] = asyncio.Queue(_EVENTS_KEPT)
+        self._listeners.add(queue)
+        return queue
+
+    def unlisten(self, queue: asyncio.Queue[c.Event]) -> None:
+        """Stop listening."""
+        self._listeners.discard(queue)
+
+    async def tick_forever(self) -> None:
+        """Expire what ran out of time; an error here ends the service."""
+        section = self.config.dataflow
+        period = min(section.heartbeat_s, section.dead_after_s / 4, section.batch_lease_s / 4, 1.0)
+        while True:
+            await asyncio.sleep(period)
+            await self.tick()
+
+    async def tick(self) -> None:
+        """Expire what has run out of time by now."""
+        due = self.machine.due(self.now())
+        if due is None:
+            return
+        try:
+            await self.submit(due)
+        except JournalError as error:
+            log.error("%s", error)
+
+    def end(self, name: str, error: BaseException) -> None:
+        """A part of the service died: the process ends and names it."""
+        if self.crash is None:
+            log.critical("dataflow %s died: %s: %s", name, type(error).__name__, error)
+            error.add_note(f"dataflow {name} died")
+            self.crash = error
+        self.crashed.set()
+        self.stop()
+
+    def stop(self) -> None:
+        """Let every waiting request answer now."""
+        self.stopping = True
+        for topic in self._topics:
+            self._wake(topic)
+
+    def close(self) -> None:
+        """Snapshot what is known and release the files."""
+        try:
+            if self.crash is None:
+                self.journal.snapshot(self.machine.snapshot(), self.now())
+        except JournalError as error:
+            log.error("%s", error)
+        finally:
+            self.segments.close()
+            self.metrics.close()
+            self.journal.close()
+
+    def _recover(self) -> tuple[Machine, float]:
+        fingerprints = {name: source.fingerprint() for name, source in self._sources.items()}
+        meta = self.journal.meta()
+        if not meta:
+            meta = {"run_id": uuid.uuid4().hex, "config": resolved_json(self.config), "sources": "{}"}
+            self.journal.set_meta(meta)
+        old = config_from_json(meta["config"])
+        refuse_other_run(old, self.config)
+        known: dict[str, str] = msgspec.json.decode(meta["sources"])
+        refuse_other_data(known, fingerprints)
+        self.run_id = meta["run_id"]
+        snapshot, now = self.journal.load()
+        machine = Machine(old, self._sources, snapshot)
+        for now, logged in self.journal.log():
+            self._replay(machine, logged, now)
+        if old != self.config:
+            machine = Machine(self.config, self._sources, machine.snapshot())
+        machine.apply(c.Reopen(), now)
+        changed = {"config": resolved_json(self.config), "sources": _encode({**known, **fingerprints}).decode()}
+        self.journal.snapshot(machine.snapshot(), now, changed)
+        return machine, now
+
+    def _replay(self, machine: Machine, logged: bytes, now: float) -> None:
+        try:
+            applied = machine.apply(_decode(logged), now)
+        except c.Refusal:  # it was refused the first time too
+            return
+        for instruction in applied.instructions:
+            if isinstance(instruction, c.MetricsRow):
+                self.metrics.append(instruction)
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        try:
+            now = self.now()
+            self.journal.append([(now, _encode(command)) for command, _ in pending])
+            self._apply(pending, now)
+        except JournalError as error:
+            log.error("%s", error)
+            self.segments.undo(x.put for x, _ in pending if isinstance(x, c.CommitEpisodes) and x.put is not None)
+            for _, future in pending:
+                if not future.done():
+                    future.set_exception(error)
+        except Exception as error:
+            self.end("machine", error)
+            for _, future in pending:
+                if not future.done():
+                    future.cancel()
+
+    def _apply(self, pending: list[tuple[c.Command, asyncio.Future[Any]]], now: float) -> None:
+        topics: set[str] = set()
+        for command, future in pending:
+            try:
+                applied = self.machine.apply(command, now)
+            except c.Refusal as refusal:
+                if not future.done():
+                    future.set_exception(HttpError(refusal.status, str(refusal), refusal.kind))
+                continue
+            self._perform(applied.instructions, topics)
+            if not future.done():
+                future.set_result(applied.reply)
+        for topic in topics:
+            self._wake(topic)
+        self._snapshot_when_due(now)
+
+    def _perform(self, instructions: list[c.Instruction], topics: set[str]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case c.Wake():
+                    topics.add(instruction.topic)
+                case c.Event():
+                    self._tell(instruction)
+                case c.DropSegment():
+                    self.segments.drop(instruction.segment)
+                case c.MetricsRow():
+                    self.metrics.append(instruction, self._rates.read(self.machine.live, instruction.time_s))
+
+    def _tell(self, event: c.Event) -> None:
+        if event.kind not in _QUIET:
+            log.info("%s %s", event.kind, event.fields, extra={"event": event.kind})
+        for queue in self._listeners:
+            if not queue.full():
+                queue.put_nowait(event)
+
+    def _snapshot_when_due(self, now: float) -> None:
+        if self.journal.num_since_snapshot < max(self.config.dataflow.snapshot_every, self._retry_snapshot_at):
+            return
+        try:
+            self.journal.snapshot(self.machine.snapshot(), now)
+            self.segments.release_unneeded(self.machine.state.segment_puts)
+            self._retry_snapshot_at = 0
+        except JournalError as error:  # the log is intact; try again later
+            log.error("%s", error)
+            self._retry_snapshot_at = self.journal.num_since_snapshot + 100
+
+    def _wake(self, topic: str) -> None:
+        event, self._topics[topic] = self._topics[topic], asyncio.Event()
+        event.set()

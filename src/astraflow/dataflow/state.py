@@ -1,0 +1,229 @@
+"""The dataflow machine: a pure function of its commands. No I/O, no clock, no randomness, no asyncio.
+
+| command        | from    | does                                                                     |
+|----------------|---------|--------------------------------------------------------------------------|
+| JoinNode       | node    | enters the pool                                                          |
+| LeaseEpisodes  | node    | offers lost episodes again, admits new groups through the staleness gate |
+| CommitEpisodes | node    | completes episodes and groups; operators decide what is queued           |
+| DrainNode      | node    | gives its leases back                                                    |
+| ResumePolicy   | trainer | starts at a version; later batches will be served again                  |
+| TakeBatch      | trainer | forms the batch of the next step, oldest groups first                    |
+| AckBatch       | trainer | the step is trained, its slots are free                                  |
+| CoverBatches   | trainer | a checkpoint is on disk, older batches are forgotten                     |
+| Expire         | clock   | leases, nodes and trainers that ran out of time (`due` says which)       |
+| Reopen         | shell   | the service started again                                                |
+
+`apply(command, now)` gives the reply and instructions for the shell, or raises `Refusal` with the state unchanged.
+Accounting law, at all times and for every policy: `admitted = trained + dropped{reason} + in_flight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from astraflow.config.schema import RunConfig
+from astraflow.contracts import Source
+from astraflow.dataflow.machine import accounts
+from astraflow.dataflow.machine import commands as c
+from astraflow.dataflow.machine.admission import Admission
+from astraflow.dataflow.machine.evaluation import Evaluation, success_of
+from astraflow.dataflow.machine.leases import Leases
+from astraflow.dataflow.machine.liveness import Liveness
+from astraflow.dataflow.machine.plan import Context, plan_of
+from astraflow.dataflow.machine.queues import Queues
+from astraflow.dataflow.machine.records import Entry, Failed, OpenGroup, Part, PolicyState, QueuedGroup, State
+from astraflow.dataflow.operators.chain import Chain, chain_of
+from astraflow.errors import DataflowError
+from astraflow.types import Group, Task
+
+
+class Applied(NamedTuple):
+    """What one command led to."""
+
+    reply: Any
+    instructions: list[c.Instruction]
+
+
+class Machine:
+    """The machine of one run. `snapshot`: state to start from; None: a fresh run."""
+
+    def __init__(self, config: RunConfig, sources: Mapping[str, Source], snapshot: bytes | None = None) -> None:
+        if snapshot is None:
+            self.state = State({name: PolicyState() for name in config.policies})
+        else:
+            self.state = msgspec.json.decode(snapshot, type=State)
+        self.context = Context(plan_of(config, sources), self.state, sources)
+        self._chains: dict[str, Chain] = {name: chain_of(name, p) for name, p in config.policies.items()}
+        for name, chain in self._chains.items():
+            chain.load_state_dicts(self.state.policies[name].operators)
+        self.admission = Admission(self.context)
+        self.evaluation = Evaluation(self.context)
+        self.queues = Queues(self.context)
+        self.leases = Leases(self.context, self.admission, self.evaluation, self._complete)
+        self.live = Liveness(self.context)
+
+    def snapshot(self) -> bytes:
+        """The whole state as JSON."""
+        for name, chain in self._chains.items():
+            self.state.policies[name].operators = chain.state_dicts()
+        return msgspec.json.encode(self.state)
+
+    @property
+    def finished(self) -> bool:
+        """Every policy made its steps and every evaluation round is done."""
+        return self.context.training_over and self.evaluation.done
+
+    def due(self, now: float) -> c.Expire | None:
+        """The command that time calls for; None: nothing ran out."""
+        return self.live.due(now)
+
+    def apply(self, command: c.Command, now: float) -> Applied:
+        """Apply one command at run time `now`.
+
+        Raises: Refusal: the command does not fit the state, which is unchanged.
+        """
+        context = self.context
+        context.now, context.out = now, []
+        reply = self._dispatch(command, now)
+        for instruction in context.out:
+            if isinstance(instruction, c.Cancel) and (seen := self.live.nodes.get(instruction.node_id)):
+                seen.cancelled.append(instruction.episode_id)
+        return Applied(reply, context.out)
+
+    def _dispatch(self, command: c.Command, now: float) -> Any:
+        match command:
+            case c.LeaseEpisodes():
+                return self._lease(command, now)
+            case c.CommitEpisodes():
+                reply = self.leases.commit(command)
+                if command.node_id in self.state.nodes:
+                    self.live.hear_node(command.node_id, now)
+                return reply
+            case c.JoinNode():
+                self.leases.join(command.join)
+                self.live.hear_node(command.join.node_id, now)
+            case c.DrainNode():
+                self.leases.leave(command.node_id, died=False)
+            case c.Expire():
+                self._expire(command, now)
+            case c.Reopen():
+                self._reopen(now)
+            case _:
+                return self._trainer(command, now)
+        return None
+
+    def _trainer(self, command: c.ResumePolicy | c.TakeBatch | c.AckBatch | c.CoverBatches, now: float) -> Any:
+        name = command.policy
+        reply: Any = None
+        if name not in self.state.policies:
+            known = ", ".join(self.state.policies)
+            raise c.Refusal(404, f"policy={name} is not a policy of this run; known: {known}")
+        match command:
+            case c.ResumePolicy():
+                reply = self.queues.resume(name, command.resume)
+            case c.TakeBatch():
+                reply = self.queues.take(name, command.trainer_id, command.version)
+            case c.AckBatch():
+                ack = command.ack
+                self.queues.ack(name, ack.trainer_id, command.batch_id, ack.version, ack.metrics)
+            case c.CoverBatches():
+                self.queues.cover(name, command.checkpoint.trainer_id, command.checkpoint.version)
+        self.live.hear_trainer(name, now)
+        self.evaluation.start_due()
+        if self.context.training_over:
+            self.leases.abandon_training()
+        return reply
+
+    def _lease(self, command: c.LeaseEpisodes, now: float) -> Any:
+        leases = self.leases.lease(command.node_id, command.request_id, command.n)
+        self.live.hear_node(command.node_id, now)
+        self.live.watch([(x.episode_id, x.attempt) for x in leases], now)
+        return leases
+
+    def _expire(self, command: c.Expire, now: float) -> None:
+        for node_id in command.nodes:
+            self.leases.leave(node_id, died=True)
+        if command.leases:
+            self.leases.give_back(command.leases, lost=True)
+        for name in command.trainers:
+            self.live.hear_trainer(name, now).silent = True
+            for batch in self.state.policies[name].batches.values():
+                batch.holder = ""
+            limit = self.context.plan.batch_lease_s
+            self.context.out.append(c.Event("trainer_silent", {"policy": name, "batch_lease_s": limit}))
+
+    def _reopen(self, now: float) -> None:
+        state, plan = self.state, self.context.plan
+        if state.failure is not None:
+            state.failure = None
+            for policy in state.policies.values():
+                policy.dropped_in_row = 0
+        if plan.evaluation is not None and state.next_round < 0 and not self.context.training_over:
+            state.next_round = plan.steps  # the run was made longer
+        self.live.restart(now)
+
+    def _complete(self, group: OpenGroup) -> None:
+        """All episodes of a group are done: evaluation sums it up, training runs the operators of each policy."""
+        if group.purpose == "eval":
+            self.evaluation.complete(group)
+            return
+        wanted = list(self.state.tasks[group.group_id].open_policies)
+        parts = {
+            (part.policy, k): part
+            for k, result in enumerate(group.results)
+            if result is not None and result.error is None
+            for part in result.parts
+        }
+        accounts.release(self.context, (part for (name, _), part in parts.items() if name not in wanted))
+        for name in wanted:
+            self._route(name, group, {k: part for (policy, k), part in parts.items() if policy == name})
+
+    def _route(self, name: str, group: OpenGroup, parts: dict[int, Part]) -> None:
+        """Operators of one policy: queued or dropped, and rows that nobody needs are released."""
+        seen = _as_group(name, group, parts, self.context)
+        num_scored = sum(r is not None for r in seen.rewards)
+        result: Group | str = "unscored"
+        if num_scored >= min(2, len(seen.rewards)):
+            try:
+                result = self._chains[name].on_group(seen)
+            except DataflowError as error:
+                failed = Failed(type(error).__name__, error.thing, str(error.value), error.rule, error.fix)
+                accounts.fail(self.context, failed)
+                result = "operator_failed"
+        if isinstance(result, str):
+            accounts.release(self.context, parts.values())
+            accounts.settle_dropped(self.context, name, group.group_id, result)
+            return
+        entries, used = [], set()
+        for episode_id, reward, advantage in zip(
+            result.episode_ids, result.rewards, result.advantages or (), strict=True
+        ):
+            k = int(episode_id.rpartition("/")[2])
+            commit = group.results[k]
+            if reward is not None and commit is not None and k in parts:
+                used.add(k)
+                entries.append(Entry(parts[k], advantage, success_of(commit, reward)))
+        accounts.release(self.context, (part for k, part in parts.items() if k not in used))
+        oldest = min(e.part.min_version for e in entries)
+        self.queues.push(name, QueuedGroup(group.group_id, result.weight, oldest, entries))
+
+
+def _as_group(name: str, group: OpenGroup, parts: dict[int, Part], context: Context) -> Group:
+    """The group as operators see it; an episode without sampled tokens of this policy is unscored."""
+    results = [(k, r) for k, r in enumerate(group.results) if r is not None]
+    rows = [parts.get(k) for k, _ in results]
+    return Group(
+        group_id=group.group_id,
+        policy=name,
+        task=Task(group.source, group.row, group.epoch, context.fields(group.source, group.row)),
+        episode_ids=[f"{group.group_id}/{k}" for k, _ in results],
+        rewards=[p.reward if p is not None and p.max_version >= 0 else None for p in rows],
+        rewards_per_call=[p.rewards_per_call if p is not None else () for p in rows],
+        metrics=[r.metrics for _, r in results],
+        num_tokens=[p.num_tokens if p is not None else 0 for p in rows],
+        min_version=[p.min_version if p is not None else -1 for p in rows],
+        errors=[r.error for _, r in results],
+    )

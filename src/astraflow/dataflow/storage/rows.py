@@ -1,0 +1,167 @@
+"""Between Arrow columns and the machine: what it must know of a row, and the rows of a batch. No per-token Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from astraflow.dataflow.machine.records import Batch, EpisodeCommit, Part, Put
+from astraflow.errors import SchemaError
+from astraflow.wire.codec import TRAINING_SCHEMA, TRAJECTORY_SCHEMA, check_schema, flat_values, list_lengths
+from astraflow.wire.messages import EpisodesHeader
+
+_NEVER = np.iinfo(np.int32).max
+
+
+_Row = tuple[str, int, int, int, float, bool, bool]  # policy, sampled, oldest, newest, reward, scored, truncated
+
+
+class RowFacts(NamedTuple):
+    """What the machine must know of the rows of one request, in their order."""
+
+    rows: list[_Row]
+    rewards_per_call: dict[int, tuple[float, ...]]  # by row; absent: none given
+
+
+def row_facts(header: EpisodesHeader, table: pa.Table, policies: Collection[str]) -> RowFacts:
+    """Check the rows of one request and read off what matters.
+
+    Raises: SchemaError: columns of another type or length, rows that do not fit the header, an unknown policy.
+    """
+    check_schema(table, TRAJECTORY_SCHEMA)
+    names = _check_owners(header, table, policies)
+    counts, oldest, newest = _version_stats(table)
+    rewards = table.column("reward").to_numpy()  # null becomes NaN
+    scored = np.isfinite(rewards)
+    truncated = table.column("truncated").to_numpy()
+    columns = (counts, oldest, newest, rewards, scored, truncated)
+    return RowFacts(list(zip(names, *(x.tolist() for x in columns), strict=True)), _rewards_per_call(table))
+
+
+def episode_commits(header: EpisodesHeader, facts: RowFacts, put: Put | None) -> list[EpisodeCommit]:
+    """Episodes of one request as the machine sees them; `put`: where their rows lie (None: there are none)."""
+    commits, start, key = [], 0, put.key if put is not None else 0
+    for episode in header.episodes:
+        end = start + episode.num_rows
+        parts = _parts(facts, start, end, key)
+        commits.append(EpisodeCommit(episode.episode_id, episode.attempt, episode.error, episode.metrics, parts))
+        start = end
+    return commits
+
+
+def _parts(facts: RowFacts, start: int, end: int, key: int) -> list[Part]:
+    rows, calls = facts
+    if end - start == 1:
+        by_policy = {rows[start][0]: [start]}
+    else:
+        by_policy = {}
+        for i in range(start, end):
+            by_policy.setdefault(rows[i][0], []).append(i)
+    parts = []
+    for policy, numbers in by_policy.items():
+        reward = next((rows[i][4] for i in numbers if rows[i][5]), None)
+        parts.append(
+            Part(
+                policy=policy,
+                put=key,
+                rows=numbers,
+                min_versions=[rows[i][2] for i in numbers],
+                max_version=max(rows[i][3] for i in numbers),
+                num_tokens=sum(rows[i][1] for i in numbers),
+                num_truncated=sum(rows[i][6] for i in numbers),
+                reward=reward,
+                rewards_per_call=next((calls[i] for i in numbers if i in calls), ()),
+            )
+        )
+    return parts
+
+
+def _check_owners(header: EpisodesHeader, table: pa.Table, policies: Collection[str]) -> list[str]:
+    """Rows belong to the headers in order; returns the policy of each row."""
+    expected = [e.episode_id for e in header.episodes for _ in range(e.num_rows)]
+    owners: list[str] = table.column("episode_id").to_pylist()
+    if owners != expected:
+        row = next((i for i, (a, b) in enumerate(zip(owners, expected, strict=False)) if a != b), len(expected))
+        raise SchemaError(
+            "column episode_id", f"{len(owners)} rows", f"must follow the header ({len(expected)}; differs at {row})",
+            "send the rows of each episode together, in the order of the header",
+        )  # fmt: skip
+    if len({e.episode_id for e in header.episodes}) != len(header.episodes):
+        raise SchemaError("header.episodes", len(header.episodes), "must name each episode once", "send it once")
+    names: list[str] = table.column("policy").to_pylist()
+    unknown = set(names).difference(policies)
+    if unknown:
+        raise SchemaError(
+            "column policy", sorted(unknown)[0], "is not a policy of this run", "known: " + ", ".join(policies)
+        )
+    return names
+
+
+def _version_stats(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per row: sampled tokens, and oldest and newest version among them (-1: none).
+
+    Raises: SchemaError: a sampled token without a version or with a logprob that is not a number.
+    """
+    lengths = list_lengths(table.column("token_ids"))
+    mask = flat_values(table.column("loss_mask"))
+    versions = flat_values(table.column("versions"))
+    logprobs = flat_values(table.column("behavior_logprobs"))
+    counts = np.zeros(len(lengths), np.int64)
+    oldest = np.full(len(lengths), -1, np.int64)
+    newest = np.full(len(lengths), -1, np.int64)
+    if not len(mask):
+        return counts, oldest, newest
+    if versions.min(where=mask, initial=_NEVER) < 0:
+        raise SchemaError("column versions", -1, "must be >= 0 where loss_mask is true", "record the engine's version")
+    if not np.isfinite(logprobs).all():
+        raise SchemaError(
+            "column behavior_logprobs", "nan or inf", "must be finite", "drop the episode as an error at its node"
+        )
+    filled = np.flatnonzero(lengths)
+    starts = (np.cumsum(lengths) - lengths)[filled]
+    counts[filled] = np.add.reduceat(mask, starts, dtype=np.int64)
+    low = np.minimum.reduceat(np.where(mask, versions, _NEVER), starts)
+    oldest[filled] = np.where(low == _NEVER, -1, low)
+    newest[filled] = np.maximum.reduceat(np.where(mask, versions, -1), starts)
+    return counts, oldest, newest
+
+
+def _rewards_per_call(table: pa.Table) -> dict[int, tuple[float, ...]]:
+    column = table.column("rewards_per_call")
+    found = {}
+    for row in np.flatnonzero(list_lengths(column)).tolist():
+        values = column[row].as_py()
+        if all(v is not None and math.isfinite(v) for v in values):
+            found[row] = tuple(values)
+    return found
+
+
+def batch_table(batch: Batch, puts: dict[int, Put], read: Callable[[Put], pa.Buffer]) -> pa.Table:
+    """The rows of a batch in the order of its groups, with `advantages` and `weight`."""
+    needed = [(e.part.put, row, e.advantage, g.weight) for g in batch.groups for e in g.entries for row in e.part.rows]
+    order = sorted(range(len(needed)), key=lambda i: needed[i][:2])
+    pieces = []
+    for key, members in groupby((needed[i] for i in order), key=itemgetter(0)):
+        numbers = [m[1] for m in members]
+        with pa.ipc.open_stream(read(puts[key])) as reader:
+            table = reader.read_all().replace_schema_metadata(None)
+        contiguous = numbers[-1] - numbers[0] == len(numbers) - 1
+        pieces.append(table.slice(numbers[0], len(numbers)) if contiguous else table.take(numbers))
+    position = np.empty(len(order), np.int64)
+    position[order] = np.arange(len(order))
+    table = pa.concat_tables(pieces).combine_chunks().take(pa.array(position))
+    lengths = list_lengths(table.column("token_ids"))
+    per_row = np.fromiter((n[2] for n in needed), np.float32, len(needed))
+    weights = np.fromiter((n[3] for n in needed), np.float32, len(needed))
+    sampled = flat_values(table.column("loss_mask"))
+    per_token = np.where(sampled, np.repeat(per_row, lengths), np.float32(0))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    advantages = pa.ListArray.from_arrays(offsets, pa.array(per_token, pa.float32()))
+    columns = [*table.columns, advantages, pa.array(weights, pa.float32())]
+    return pa.Table.from_arrays(columns, schema=TRAINING_SCHEMA)
