@@ -152,7 +152,7 @@ class World:
         return self.gateway.close_episode(self.key).calls["actor"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_world() -> Callable[..., World]:
     return World
 
@@ -162,7 +162,7 @@ def world() -> World:
     return World()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fakes() -> SimpleNamespace:
     return SimpleNamespace(
         FakeChat=FakeChat, FakeEngine=FakeEngine, lease=lease, tool=tool, generation=generation, EOS=EOS, IDS=IDS
