@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from astraflow.errors import Unreachable
 from astraflow.rollout.loop import in_thread
 from astraflow.types import Episode
-from astraflow.wire.messages import EpisodesReply
 
 log = logging.getLogger("astraflow.node")
 MAX_EPISODES = 256  # of one request
@@ -42,9 +41,9 @@ class Reach:
 class Committer:
     """Keeps finished episodes until the dataflow service has them. `results`: "accepted", "duplicate", "refused"."""
 
-    def __init__(self, commit: Callable[[Sequence[Episode]], EpisodesReply], reach: Reach) -> None:
+    def __init__(self, commit: Callable[[Sequence[Episode]], dict[str, str]], reach: Reach) -> None:
         """`commit` blocks; it is called on a thread of its own."""
-        self._commit, self._reach = commit, reach
+        self._commit, self.reach = commit, reach
         self._pending: list[Episode] = []
         self._num_sending = 0
         self._changed = asyncio.Event()
@@ -68,8 +67,7 @@ class Committer:
                 await self._changed.wait()
             batch, self._pending = self._pending[:MAX_EPISODES], self._pending[MAX_EPISODES:]
             self._num_sending = len(batch)
-            reply = await self._send(batch)
-            for result in reply.results.values():
+            for result in (await self._send(batch)).values():
                 kind, _, reason = result.partition(":")
                 self.results[kind] += 1
                 if kind == "refused":
@@ -79,17 +77,21 @@ class Committer:
 
     async def emptied(self) -> None:
         """Waits until everything is acknowledged."""
-        while self.backlog:
+        await self.below(1)
+
+    async def below(self, limit: int) -> None:
+        """Waits until fewer than `limit` episodes are not acknowledged."""
+        while self.backlog >= limit:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _send(self, batch: list[Episode]) -> EpisodesReply:
+    async def _send(self, batch: list[Episode]) -> dict[str, str]:
         while True:
             try:
-                reply = await in_thread(lambda: self._commit(batch), "commit")
+                results = await in_thread(lambda: self._commit(batch), "commit")
             except Unreachable as error:
-                self._reach.failed(error)
+                self.reach.failed(error)
                 await asyncio.sleep(_PAUSE_S)
             else:
-                self._reach.ok()
-                return reply
+                self.reach.ok()
+                return results

@@ -2,18 +2,18 @@
 
                      ┌───────────── leases ──────────────┐              versions
     dataflow service │                                   ▼                 │
-          ▲   ▲      └── lease loop   runner ─► workers ─► gateway ─► engine ◄── weight loops ──► weight stores
+          ▲   ▲      └── lease loop   runner ─► workers ─► gateway ─► engine ◄── weight loops ◄── weight stores
           │   │                         │
           │   └──────── commit loop ◄───┘ finished episodes
           └──────────── heartbeat loop: I live, what I have done; cancelled episodes, new versions, the end
 
-| loop      | waits for                      | woken by                                            | limit         |
-|-----------|--------------------------------|-----------------------------------------------------|---------------|
-| lease     | an eighth of the places free   | an episode ends; the service has one (long poll)    | 20 s a poll   |
-| heartbeat | `heartbeat_s`                  | a timer                                             | -             |
-| weights   | a version newer than in force  | a heartbeat or lease reply that announces one       | backoff 8 s   |
-| commit    | a finished episode             | an episode ends                                     | -             |
-| pool      | a worker that hangs or is gone | a timer                                             | `PoolLimits`  |
+| loop      | waits for                      | woken by                                           | limit        |
+|-----------|--------------------------------|----------------------------------------------------|--------------|
+| lease     | an eighth of the places free   | an episode ends; the service has one (long poll)   | 20 s a poll  |
+| heartbeat | `heartbeat_s`                  | a timer                                            | -            |
+| weights   | a version newer than in force  | a heartbeat or lease reply that announces one      | backoff 8 s  |
+| commit    | a finished episode             | an episode ends                                    | -            |
+| pool      | a worker that hangs or is gone | a timer                                            | `PoolLimits` |
 
 A loop that ends by an error ends the node, by name. The service may be away for `give_up_s`: episodes in play go on and
 are committed afterwards.
@@ -22,26 +22,281 @@ are committed afterwards.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import os
 import signal
 import socket
-import time
+import sys
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from astraflow.config.env import cache_dir
 from astraflow.config.schema import RunConfig
 from astraflow.dataflow.client import DataflowClient
-from astraflow.errors import AstraFlowError, Unreachable, WireError
+from astraflow.errors import Unreachable, WireError
+from astraflow.observe.logs import setup_logging
 from astraflow.rollout.commit import Committer, Reach
 from astraflow.rollout.gateway.app import create_app
 from astraflow.rollout.gateway.core import Gateway
-from astraflow.rollout.loop import in_thread, run_loop
+from astraflow.rollout.loop import Guarded, in_thread, run_loop
 from astraflow.rollout.policies import PolicyOptions, Weights, start_policy
 from astraflow.rollout.pool import PoolLimits, WorkerPool
 from astraflow.rollout.runner import Runner, RunnerOptions
+from astraflow.rollout.stats import NodeStats
 from astraflow.rollout.worker.channel import Hello
+from astraflow.types import WeightVersion
+from astraflow.weights.client import WeightClient
+from astraflow.wire.app import bind, serve
+from astraflow.wire.messages import Join, RunReply
+
+log = logging.getLogger("astraflow.node")
+R = TypeVar("R")
+
+POLL_S = 20.0  # longest wait of one request for leases
+_PAUSE_S = 0.5
+_START_S = 30.0  # a service that has never answered is given up earlier
+_SWITCH_S = 0.0005  # the engine's thread and the loop share the interpreter; the default of 5 ms stalls calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """One node. Seconds."""
+
+    dataflow_url: str
+    token: str | None = None
+    name: str = "node"
+    concurrency: int = 64  # episodes in play at once
+    workers: int = 1
+    threads: int = 1  # intra-op threads of an engine
+    delay_s: float = 0.0  # added to every call of a workflow
+    give_up_s: float = 120.0  # of silence of the dataflow service
+    drain_s: float = 10.0  # to finish what is in play when told to leave; the rest is handed back
+    cache: Path = field(default_factory=cache_dir)
+    limits: PoolLimits = field(default_factory=PoolLimits)
+
+
+def run_node(
+    dataflow: str, *, name: str, concurrency: int, workers: int, threads: int, delay_s: float, token: str | None
+) -> None:
+    """A node as a process of its own, until the run is over or SIGTERM. `threads` 0: one."""
+    setup_logging(name, secrets=(token,))
+    options = NodeOptions(
+        dataflow_url=dataflow, token=token, name=name, concurrency=concurrency, workers=workers,
+        threads=max(1, threads), delay_s=delay_s,
+    )  # fmt: skip
+    run_loop(serve_node(options, signals=(signal.SIGTERM, signal.SIGINT)))
+
+
+async def serve_node(options: NodeOptions, *, signals: tuple[signal.Signals, ...] = ()) -> None:
+    """Returns when the run is over, or after one of `signals` once the node has left the pool.
+
+    Raises: Unreachable: the service did not answer for `give_up_s`. AstraFlowError: a part of the node failed; named.
+    """
+    loop = asyncio.get_running_loop()
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    node = _Node(options)
+    for number in signals:
+        loop.add_signal_handler(number, node.leave, number.name)
+    try:
+        await node.tasks.run(node.live(), node.over)
+    finally:
+        await node.close()
+        for number in signals:
+            loop.remove_signal_handler(number)
+        sys.setswitchinterval(switch_s)
+
+
+class _Node:
+    """One life of a node. `over` is set when it must go at once: the run has ended, or it was told to twice."""
+
+    def __init__(self, options: NodeOptions) -> None:
+        self._options = options
+        self._id = f"{options.name}-{uuid.uuid4().hex[:12]}"
+        self._client = DataflowClient(options.dataflow_url, options.token, give_up_s=min(10.0, options.give_up_s))
+        self._weight_client = WeightClient(options.token)
+        self._weights: dict[str, Weights] = {}
+        self._reach = Reach(min(_START_S, options.give_up_s))
+        self._committer = Committer(self._client.commit, self._reach)
+        self._leaving = asyncio.Event()
+        self._closing = contextlib.AsyncExitStack()
+        self._join: Join | None = None
+        self._runner: Runner | None = None  # None: still being built
+        self._stats = NodeStats(self._committer)
+        self.over = asyncio.Event()
+        self.tasks = Guarded(f"node {options.name}")
+
+    def leave(self, why: str) -> None:
+        """Finish or hand back what is in play, then go; asked a second time: go at once."""
+        log.info("%s: leaving the pool", why)
+        (self.over if self._leaving.is_set() else self._leaving).set()
+
+    async def live(self) -> None:
+        """Join, build, play until told to leave."""
+        reply = await self._ask("run", self._client.run)
+        self._reach.give_up_s = self._options.give_up_s
+        if reply.finished:
+            log.info("the run is over already")
+            return
+        config = RunConfig.model_validate(reply.config)
+        for name in config.policies:
+            self._weights[name] = Weights(name, self._weight_client, self._start_waiting)
+        heartbeat_s = await self._enter(reply)
+        self.tasks.spawn("heartbeat loop", self._heartbeats(heartbeat_s))
+        runner = self._runner = await self._build(config)
+        self.tasks.spawn("commit loop", self._committer.run())
+        self.tasks.spawn("deadline loop", self._deadlines(runner))
+        leases = self.tasks.spawn("lease loop", self._leases(runner))
+        log.info("playing up to %d episodes at once", self._options.concurrency)
+        await self._leaving.wait()
+        leases.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._options.drain_s):
+                await runner.emptied()
+                await self._committer.emptied()
+
+    async def close(self) -> None:
+        """Leave the pool (leases are given back) and end every part."""
+        if self._join is not None:
+            try:
+                await asyncio.wait_for(in_thread(lambda: self._client.drain(self._id), "leave"), 2.0)
+            except (TimeoutError, WireError) as error:
+                log.info("left without a goodbye (%s)", error or "no answer")
+        await self._closing.aclose()
+        self._weight_client.close()
+        self._client.close()
+        log.info("left: %s", self._stats.summary())
+
+    async def _build(self, config: RunConfig) -> Runner:
+        """Engines, gateway, workers. Raises: ModelError, AstraFlowError: one of them cannot be built."""
+        options = self._options
+        shared = PolicyOptions(options.cache, config.run.seed, self._id, options.concurrency, options.threads)
+        endpoints = {}
+        for name, section in config.policies.items():
+            endpoints[name] = await start_policy(name, section, shared, self._weights[name])
+            self._closing.callback(endpoints[name].engine.close)
+        engines = {name: endpoint.engine for name, endpoint in endpoints.items()}
+        gateway = Gateway(endpoints)
+        hello = Hello(
+            config.workflow.type, config.workflow.options, list(engines), await self._serve_http(gateway),
+            options.limits.pulse_s,
+        )  # fmt: skip
+        pool = WorkerPool(options.workers, hello, self._start_waiting, options.limits)
+        self._closing.push_async_callback(pool.close)
+        await pool.start()
+        runner_options = RunnerOptions(self._id, options.concurrency, options.delay_s)
+        runner = Runner(runner_options, gateway, engines, pool, self._committer.add)
+        self._stats.watch(engines, gateway, runner, pool, self._weights)
+        self.tasks.spawn("worker pool", pool.watch())
+        for name, engine in engines.items():
+            self.tasks.spawn(f"weight loop of {name}", self._weights[name].follow(engine))
+        return runner
+
+    async def _serve_http(self, gateway: Gateway) -> str:
+        """The gateway for agents with a client of their own; gives their base URL."""
+        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        stop = asyncio.Event()
+        server = self.tasks.spawn(
+            "gateway", serve(create_app(gateway), bind("127.0.0.1", 0, "gateway"), url.set_result, stop)
+        )
+
+        async def end() -> None:
+            stop.set()
+            await asyncio.wait({server})
+
+        self._closing.push_async_callback(end)
+        return f"{await url}/v1"
+
+    def _start_waiting(self) -> None:
+        if self._runner is not None:
+            self._runner.start_waiting()
+
+    def _hear(self, versions: Mapping[str, WeightVersion], finished: bool) -> None:
+        for name, version in versions.items():
+            if name in self._weights:
+                self._weights[name].announce(version)
+        if finished:
+            log.info("the run is over")
+            self.over.set()
+
+    async def _enter(self, reply: RunReply) -> float:
+        self._join = Join(
+            node_id=self._id, name=self._options.name, capacity=self._options.concurrency, run_id=reply.run_id,
+            host=socket.gethostname(),
+        )  # fmt: skip
+        return await self._rejoin()
+
+    async def _rejoin(self) -> float:
+        """Enter the pool; what is in play belongs to others by now. Gives the heartbeat's period."""
+        join = self._join
+        assert join is not None
+        if self._runner is not None:
+            self._runner.cancel_all()
+        reply = await self._ask("join", lambda: self._client.join(join))
+        self._hear(reply.versions, False)
+        return reply.heartbeat_s
+
+    async def _heartbeats(self, period_s: float) -> None:
+        while True:
+            stats, versions = self._stats.read(), self._stats.versions()
+            try:
+                reply = await self._ask("heartbeat", lambda: self._client.heartbeat(self._id, stats, versions))  # noqa: B023
+            except WireError as error:
+                await self._refused(error)
+            else:
+                self._hear(reply.versions, reply.finished)
+                if self._runner is not None:
+                    self._runner.cancel(reply.cancelled)
+                if reply.draining and not self._leaving.is_set():
+                    self.leave("the service asked")
+                await asyncio.sleep(period_s)
+
+    async def _leases(self, runner: Runner) -> None:
+        capacity = self._options.concurrency
+        while True:
+            await self._committer.below(4 * capacity)
+            count = await runner.room(max(1, capacity // 8))
+            request_id = uuid.uuid4().hex  # a request whose answer is lost is asked again, and gets the same leases
+            try:
+                reply = await self._ask(
+                    "leases",
+                    lambda: self._client.lease(self._id, count, wait_s=POLL_S, request_id=request_id),  # noqa: B023
+                )
+            except WireError as error:
+                await self._refused(error)
+            else:
+                self._hear(reply.versions, reply.finished)
+                runner.accept(reply.leases)
+
+    async def _refused(self, error: WireError) -> None:
+        """404: the service gave us up (or forgot us), enter again. 410: the run is over. Else: an error of ours."""
+        if error.status == 404:
+            log.warning("%s", error)
+            await self._rejoin()
+        elif error.status == 410:
+            self._hear({}, True)
+        else:
+            raise error
+
+    async def _deadlines(self, runner: Runner) -> None:
+        while True:
+            await asyncio.sleep(self._options.limits.pulse_s)
+            runner.expire_waiting()
+
+    async def _ask(self, what: str, request: Callable[[], R]) -> R:
+        """One request to the dataflow service, on a thread; goes on asking while it is away.
+
+        Raises: Unreachable: for too long. WireError: it refused.
+        """
+        while True:
+            try:
+                reply = await in_thread(request, what)
+            except Unreachable as error:
+                self._reach.failed(error)
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                self._reach.ok()
+                return reply

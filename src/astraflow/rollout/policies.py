@@ -15,7 +15,6 @@ from astraflow.config.schema import PolicySection
 from astraflow.contracts import Engine
 from astraflow.errors import ModelError, ProtocolMismatch, Unauthorized, WeightError, WireError
 from astraflow.models.chat import ChatTokenizer
-from astraflow.models.registry import model_directory
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.gateway.tools import parser_for
 from astraflow.rollout.loop import in_thread
@@ -93,7 +92,7 @@ async def start_policy(name: str, section: PolicySection, options: PolicyOptions
     Raises: ModelError: the model cannot be used.
     """
     try:
-        directory = await in_thread(lambda: model_directory(section.model, options.cache, options.seed), f"model-{name}")
+        directory = await in_thread(lambda: _directory(section.model, options), f"model-{name}")
     except ModelError as error:
         log.info("%s; waiting for the published files of %s instead", error, name)
     else:
@@ -103,6 +102,12 @@ async def start_policy(name: str, section: PolicySection, options: PolicyOptions
         published = Path(place)
         await in_thread(lambda: _write(fetched, published), f"model-{name}")
         return await in_thread(lambda: _endpoint(name, section, options, published), f"engine-{name}")
+
+
+def _directory(model: str, options: PolicyOptions) -> Path:
+    from astraflow.models.registry import model_directory  # loads torch
+
+    return model_directory(model, options.cache, options.seed)
 
 
 def _write(fetched: Fetched, directory: Path) -> None:

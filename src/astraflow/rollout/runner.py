@@ -123,6 +123,10 @@ class Runner:
             if (play := self._plays.get(episode_id)) is not None:
                 self._abandon(play)
 
+    def cancel_all(self) -> None:
+        """Stop everything; nothing of it is committed."""
+        self.cancel(list(self._plays))
+
     @property
     def num_in_play(self) -> int:
         """Episodes waiting or playing."""

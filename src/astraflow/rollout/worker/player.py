@@ -11,6 +11,7 @@ import threading
 from typing import Any, NamedTuple
 
 from astraflow.errors import AstraFlowError, EpisodeError
+from astraflow.rollout.loop import start_in_thread
 from astraflow.rollout.worker.channel import (
     Answer,
     Ask,
@@ -26,7 +27,6 @@ from astraflow.rollout.worker.channel import (
 )
 from astraflow.rollout.worker.client import LLM, BlockingLLM
 from astraflow.rollout.worker.outcome import outcome_of
-from astraflow.rollout.loop import start_in_thread
 from astraflow.types import Outcome
 from astraflow.workflows.load import PlayFunction, build_workflow
 

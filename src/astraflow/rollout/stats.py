@@ -1,0 +1,85 @@
+"""What a node says of itself in its heartbeats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from astraflow.contracts import Engine
+from astraflow.rollout.commit import Committer
+from astraflow.rollout.gateway.core import Gateway
+from astraflow.rollout.policies import Weights
+from astraflow.rollout.pool import WorkerPool
+from astraflow.rollout.runner import Runner
+
+
+class NodeStats:
+    """Flat names; monotonic counters unless said otherwise.
+
+    sampled_tokens, prefill_tokens, requests, swaps: summed over the engines; busy_s: their mean, so that idle time is
+    1 - its growth per second. running, waiting: gauges, requests in the engines. episodes_in_play, episodes_waiting,
+    commit_backlog: gauges. episodes_done, episodes_failed/<kind>, calls, loop_cpu_s (CPU of the event loop's thread:
+    gateway, runner and channels, all calls together), workers_restarted, weight_failures, unreachable,
+    commits/<result>, gateway/<counter>.
+    """
+
+    def __init__(self, committer: Committer) -> None:
+        self._committer = committer
+        self._engines: Mapping[str, Engine] = {}
+        self._parts: tuple[Gateway, Runner, WorkerPool, Mapping[str, Weights]] | None = None
+        self._cpu_at_start = time.thread_time()
+
+    def watch(
+        self,
+        engines: Mapping[str, Engine],
+        gateway: Gateway,
+        runner: Runner,
+        pool: WorkerPool,
+        weights: Mapping[str, Weights],
+    ) -> None:
+        """The parts are there now. Call it and `read` on the loop's thread."""
+        self._engines, self._parts = engines, (gateway, runner, pool, weights)
+        self._cpu_at_start = time.thread_time()
+
+    def versions(self) -> dict[str, int]:
+        """Policy -> version in force."""
+        return {name: engine.version for name, engine in self._engines.items()}
+
+    def read(self) -> dict[str, float]:
+        """The values now; empty while the node is being built."""
+        if self._parts is None:
+            return {}
+        gateway, runner, pool, weights = self._parts
+        stats: dict[str, float] = {}
+        for engine in self._engines.values():
+            for name, value in engine.stats().items():
+                stats[name] = stats.get(name, 0.0) + value
+        stats["busy_s"] = stats.get("busy_s", 0.0) / max(1, len(self._engines))
+        stats.update(gateway.stats())
+        for kind, count in runner.endings.items():
+            name = f"episodes_{kind}" if kind in ("done", "cancelled") else f"episodes_failed/{kind}"
+            stats[name] = float(count)
+        stats.update({f"commits/{result}": float(n) for result, n in self._committer.results.items()})
+        stats.update(
+            episodes_in_play=float(runner.num_in_play),
+            episodes_waiting=float(runner.num_waiting),
+            commit_backlog=float(self._committer.backlog),
+            calls=float(runner.num_calls),
+            loop_cpu_s=time.thread_time() - self._cpu_at_start,
+            workers_restarted=float(pool.num_restarts),
+            weight_failures=float(sum(w.num_failures for w in weights.values())),
+            unreachable=float(self._committer.reach.num_failures),
+        )
+        return stats
+
+    def summary(self) -> str:
+        """One line for the log."""
+        stats = self.read()
+        if not stats:
+            return "nothing was played"
+        failed = sum(v for k, v in stats.items() if k.startswith("episodes_failed/"))
+        per_call_us = 1e6 * stats["loop_cpu_s"] / max(1.0, stats["calls"])
+        return (
+            f"{stats.get('episodes_done', 0):.0f} episodes done, {failed:.0f} failed, {stats['calls']:.0f} calls, "
+            f"{per_call_us:.0f} us of the loop's CPU per call"
+        )
