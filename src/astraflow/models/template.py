@@ -24,7 +24,7 @@ from astraflow.types import Message
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks what an assistant wrote; here it only passes its body through."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

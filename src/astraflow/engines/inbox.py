@@ -1,0 +1,138 @@
+"""What other threads ask of an engine thread, and the one place that decides who answers a future.
+
+A request or swap is pending from `add` until `finish`, `finish_swap` or `fail` takes it out under the lock, so every
+future is answered exactly once, also when `close` races with a step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from astraflow.engines.rows import Request
+from astraflow.errors import AstraFlowError, EngineError
+from astraflow.types import Generation
+
+
+@dataclass(slots=True, eq=False)
+class Swap:
+    """New weights asked for; `tensors`: Hugging Face name -> torch tensor."""
+
+    version: int
+    tensors: Mapping[str, Any]
+    future: Future[int]
+
+
+@dataclass(slots=True)
+class Work:
+    """One turn of the engine thread, in this order."""
+
+    cancelled_waiting: list[Request]  # never started
+    cancelled_running: bool  # some running request has `cancelled` set
+    swaps: list[Swap]
+    admitted: list[Request]
+
+
+class Inbox:
+    """Thread-safe. After `fail`, everything that comes in fails at once with the same error."""
+
+    def __init__(self) -> None:
+        self._wake = threading.Condition()
+        self._pending: dict[str, Request] = {}  # waiting and running
+        self._waiting: deque[Request] = deque()
+        self._swaps: deque[Swap] = deque()
+        self._cancels = False
+        self._error: EngineError | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its future fails if the engine has ended or the id is in use."""
+        with self._wake:
+            error = self._error
+            if error is None and request.request_id in self._pending:
+                error = EngineError("request_id", request.request_id, "is in use", "give every request its own id")
+            if error is None:
+                self._pending[request.request_id] = request
+                self._waiting.append(request)
+                self._wake.notify()
+        if error is not None:
+            request.future.set_exception(error)
+
+    def add_swap(self, swap: Swap) -> None:
+        """Queue new weights; the future fails if the engine has ended."""
+        with self._wake:
+            error = self._error
+            if error is None:
+                self._swaps.append(swap)
+                self._wake.notify()
+        if error is not None:
+            swap.future.set_exception(error)
+
+    def cancel(self, request_id: str) -> None:
+        """Mark a pending request; unknown ids are finished ones."""
+        with self._wake:
+            request = self._pending.get(request_id)
+            if request is not None:
+                request.cancelled = self._cancels = True
+                self._wake.notify()
+
+    def take(self, room: int, busy: bool) -> Work | None:
+        """What to do now, admitting at most `room`. Waits only when not `busy`. None: the engine has ended."""
+        with self._wake:
+            while not (busy or self._error or self._swaps or self._cancels or self._is_ready()):
+                self._wake.wait(self._waiting[0].ready_s - time.monotonic() if self._waiting else None)
+            if self._error is not None:
+                return None
+            dropped: list[Request] = []
+            running_too = self._cancels
+            if self._cancels:
+                self._cancels = False
+                dropped = [request for request in self._waiting if request.cancelled]
+                self._waiting = deque(request for request in self._waiting if not request.cancelled)
+            admitted: list[Request] = []
+            while len(admitted) < room and self._is_ready():
+                admitted.append(self._waiting.popleft())
+            return Work(dropped, running_too, list(self._swaps), admitted)
+
+    def finish(self, finished: Sequence[tuple[Request, Generation]]) -> None:
+        """Answer requests, all in one go."""
+        with self._wake:
+            mine = [(r, g) for r, g in finished if self._pending.pop(r.request_id, None) is not None]
+        for request, generation in mine:
+            request.future.set_result(generation)
+
+    def finish_swap(self, swap: Swap, error: AstraFlowError | None) -> None:
+        """Answer the swap."""
+        with self._wake:
+            if swap not in self._swaps:
+                return
+            self._swaps.remove(swap)
+        if error is None:
+            swap.future.set_result(swap.version)
+        else:
+            swap.future.set_exception(error)
+
+    def fail(self, error: EngineError) -> None:
+        """End the engine: everything pending fails with `error`. Only the first call counts."""
+        with self._wake:
+            if self._error is not None:
+                return
+            self._error = error
+            futures: list[Future[Any]] = [request.future for request in self._pending.values()]
+            futures += [swap.future for swap in self._swaps]
+            self._pending.clear()
+            self._waiting.clear()
+            self._swaps.clear()
+            self._wake.notify()
+        for future in futures:
+            future.set_exception(error)
+
+    def _is_ready(self) -> bool:
+        return bool(self._waiting) and (not self._waiting[0].ready_s or self._waiting[0].ready_s <= time.monotonic())

@@ -1,0 +1,190 @@
+"""The embedded engine: one thread that decodes all running requests together and swaps weights between two steps.
+
+    submit, cancel, load_weights ──► inbox ──► engine thread:  cancel ► swap ► admit + prefill ► one decode step ─┐
+    (any thread)                                    ▲                                                              │
+    futures of what ended in this step ◄────────────┴──────────────────────────────────────────────────────────────┘
+
+The inbox is the only shared state. The thread waits only when nothing runs and nothing is due; submit, cancel,
+load_weights and close wake it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from astraflow.engines.decoder import Decoder
+from astraflow.engines.inbox import Inbox, Swap, Work
+from astraflow.engines.requests import check_sampling, checked_prompt
+from astraflow.engines.rows import Request
+from astraflow.engines.sampler import row_key
+from astraflow.errors import AstraFlowError, EngineError, ModelError
+from astraflow.models.chat import eos_ids
+from astraflow.models.load import load_model
+from astraflow.types import Generation, Sampling
+
+_SEEDED_STREAM = -1  # apart from the streams of engine seeds, which are >= 0
+
+
+class LocalEngine:
+    """Continuous batching of one Hugging Face model on this machine's CPU.
+
+    Args: model_dir: a Hugging Face directory; max_concurrency: rows decoded at once, more requests wait; max_context: 0
+    is the model's own limit; threads: intra-op threads, of the whole process; seed: of requests that bring none;
+    delay_s: every request waits this long before it starts.
+    Raises: ModelError: the directory holds no model that this engine can run.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path | str,
+        *,
+        dtype: str = "float32",
+        max_concurrency: int = 64,
+        max_context: int = 0,
+        threads: int = 1,
+        seed: int = 0,
+        delay_s: float = 0.0,
+    ) -> None:
+        torch.set_num_threads(max(threads, 1))
+        model = load_model(model_dir, dtype, "sdpa").requires_grad_(False)
+        self._max_context = _context_limit(model.config, max_context)
+        self._vocab_size: int = model.config.get_text_config().vocab_size
+        self._decoder = Decoder(model, eos_ids(Path(model_dir)), max_concurrency, self._max_context)
+        self._max_concurrency, self._seed, self._delay_s = max_concurrency, seed, delay_s
+        self._serial = itertools.count()
+        self._counts = {"busy_s": 0.0, "requests": 0.0, "swaps": 0.0}
+        self._inbox = Inbox()
+        self._thread = threading.Thread(target=self._run, name="astraflow-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request_id: str, prompt_ids: Sequence[int] | np.ndarray, sampling: Sampling) -> Future[Generation]:
+        """Queue one generation."""
+        future: Future[Generation] = Future()
+        future.set_running_or_notify_cancel()  # so that only `cancel` ends it early, with a result
+        try:
+            ids = checked_prompt(prompt_ids, self._max_context, self._vocab_size)
+            check_sampling(sampling)
+        except EngineError as error:
+            future.set_exception(error)
+            return future
+        if sampling.seed is None:
+            key = row_key(self._seed, next(self._serial))
+        else:
+            key = row_key(_SEEDED_STREAM, sampling.seed)
+        ready_s = time.monotonic() + self._delay_s if self._delay_s else 0.0
+        self._inbox.add(Request(request_id, ids, sampling, future, key, ready_s))
+        return future
+
+    def cancel(self, request_id: str) -> None:
+        """End a request with what it has; nothing happens when it is not known (any more)."""
+        self._inbox.cancel(request_id)
+
+    def load_weights(self, version: int, tensors: Mapping[str, Any]) -> Future[int]:
+        """Swap between two decode steps. Tensors that do not fit change nothing and fail the future with ModelError."""
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        self._inbox.add_swap(Swap(version, tensors, future))
+        return future
+
+    @property
+    def version(self) -> int:
+        """The version in force."""
+        return self._decoder.version
+
+    @property
+    def max_context(self) -> int:
+        """Longest prompt plus generation, in tokens."""
+        return self._max_context
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges of the contract."""
+        return {
+            **self._counts,
+            "sampled_tokens": float(self._decoder.sampled_tokens),
+            "prefill_tokens": float(self._decoder.prefill_tokens),
+            "running": float(len(self._decoder)),
+            "waiting": float(len(self._inbox)),
+        }
+
+    def close(self) -> None:
+        """Stop; pending futures fail. Closing twice is a no-op."""
+        self._inbox.fail(EngineError("engine", "closed", "serves no more requests", "start a new one"))
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=60)
+
+    def _run(self) -> None:
+        decoder, inbox = self._decoder, self._inbox
+        try:
+            with torch.inference_mode():
+                while (work := inbox.take(self._max_concurrency - len(decoder), len(decoder) > 0)) is not None:
+                    began = time.perf_counter()
+                    self._turn(work)
+                    self._counts["busy_s"] += time.perf_counter() - began
+        except AstraFlowError as error:
+            inbox.fail(EngineError("engine", "stopped", f"by an error ({error})", "correct it and start again"))
+        except Exception as error:  # whatever it is, nobody may wait for a thread that is gone
+            failure = EngineError(
+                "engine", type(error).__name__, f"ended its thread ({error})", "see the cause in its log"
+            )
+            failure.__cause__ = error
+            inbox.fail(failure)
+
+    def _turn(self, work: Work) -> None:
+        """Cancel, swap, admit, one token for all running rows, answer."""
+        decoder, inbox = self._decoder, self._inbox
+        finished = [(request, nothing()) for request in work.cancelled_waiting]
+        if work.cancelled_running:
+            finished += decoder.drop_cancelled()
+        for swap in work.swaps:
+            self._swap(swap)
+        if work.admitted:
+            self._counts["requests"] += len(work.admitted)
+            decoder.admit(work.admitted)
+        if len(decoder):
+            finished += decoder.step()
+        if finished:
+            inbox.finish(finished)
+
+    def _swap(self, swap: Swap) -> None:
+        try:
+            self._decoder.swap(swap.version, swap.tensors)
+        except ModelError as error:  # nothing was changed; the rows go on under the old weights
+            self._inbox.finish_swap(swap, error)
+            return
+        self._counts["swaps"] += 1
+        self._inbox.finish_swap(swap, None)
+
+
+def nothing() -> Generation:
+    """The result of a request that was cancelled before it started."""
+    return Generation(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "cancelled")
+
+
+def _context_limit(config: PreTrainedConfig, asked: int) -> int:
+    """The longest sequence for which full attention is what the model computes. Raises: ModelError."""
+    settings = config.get_text_config().to_dict()
+    kinds = set(settings.get("layer_types") or ["full_attention"])
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        raise ModelError(
+            "config.layer_types", sorted(kinds), "must be attention over all tokens",
+            "use a model whose layers are all of kind full_attention, or the vllm engine",
+        )  # fmt: skip
+    limit: int = settings["max_position_embeddings"]
+    window = settings.get("sliding_window")
+    if window and (not settings.get("layer_types") or "sliding_attention" in kinds):
+        limit = min(limit, window)
+    if asked > limit:
+        raise ModelError(
+            "engine.max_context", asked, f"must be at most {limit}, the model's limit", "use 0 for the model's limit"
+        )
+    return asked or limit

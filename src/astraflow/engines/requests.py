@@ -1,0 +1,42 @@
+"""Checks of a request that every engine makes, and the model's limits they need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from astraflow.errors import EngineError
+from astraflow.types import Sampling
+
+
+def checked_prompt(prompt_ids: Sequence[int] | np.ndarray, max_context: int, vocab_size: int) -> np.ndarray:
+    """[P] int32. Raises: EngineError: empty, longer than `max_context - 1`, or not ids of the model."""
+    ids = np.asarray(prompt_ids, np.int32)
+    if ids.ndim != 1 or not ids.size:
+        raise EngineError("prompt_ids.shape", ids.shape, "must be one list of at least one id", "send a prompt")
+    if ids.size > max_context - 1:
+        raise EngineError(
+            "prompt tokens", ids.size, f"must be below max_context={max_context}",
+            "shorten the prompt, or raise engine.max_context if the model allows it",
+        )  # fmt: skip
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise EngineError(
+            "prompt_ids", f"{low}..{high}", f"must be ids of this model, 0..{vocab_size - 1}",
+            "encode with the tokenizer of the engine's model directory",
+        )  # fmt: skip
+    return ids
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises: EngineError: a parameter out of its range."""
+    rules = (
+        ("temperature", sampling.temperature >= 0, "must be >= 0", "use 0 for greedy"),
+        ("top_p", 0 < sampling.top_p <= 1, "must be in (0, 1]", "use 1 for off"),
+        ("top_k", sampling.top_k >= 0, "must be >= 0", "use 0 for off"),
+        ("max_tokens", sampling.max_tokens >= 1, "must be >= 1", "ask for at least one token"),
+    )
+    for name, holds, rule, fix in rules:
+        if not holds:
+            raise EngineError(f"sampling.{name}", sampling.__getattribute__(name), rule, fix)

@@ -1,0 +1,119 @@
+"""The running requests as columns: one record and one line of tokens per row, rows 0..n-1 in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from astraflow.types import FinishReason, Generation, Sampling
+
+_ROW = np.dtype(
+    [
+        ("length", np.int64),  # tokens so far, prompt included
+        ("prompt", np.int64),  # tokens of the prompt
+        ("limit", np.int64),  # length at which the row ends
+        ("top_k", np.int64),
+        ("key", np.uint64),  # of its random numbers
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+    ]
+)
+_TOKEN = np.dtype([("id", np.int32), ("logprob", np.float32), ("version", np.int32)])
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One generation asked for. `key` seeds its random numbers; `ready_s` is the clock time before which it waits."""
+
+    request_id: str
+    prompt_ids: np.ndarray  # [P] int32
+    sampling: Sampling
+    future: Future[Generation]
+    key: int  # 64 bits
+    ready_s: float
+    cancelled: bool = False
+
+
+class Rows:
+    """Bookkeeping of the running rows; knows no model."""
+
+    def __init__(self, max_rows: int, max_context: int, eos_ids: Sequence[int], vocab_size: int) -> None:
+        self.requests: list[Request] = []
+        self._max_context = max_context
+        self._records = np.zeros(max_rows, _ROW)
+        self._tokens = np.zeros((max_rows, 0), _TOKEN)
+        self._ends = np.zeros(vocab_size, bool)
+        self._ends[[i for i in eos_ids if i < vocab_size]] = True
+        self._stops = np.full((max_rows, 0), -1, np.int64)  # more ids that end a row, padded with -1
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def records(self) -> np.ndarray:
+        """[n] records: length, prompt, limit, top_k, key, temperature, top_p."""
+        return self._records[: len(self.requests)]
+
+    def prefix(self, row: int) -> np.ndarray:
+        """Ids of a row whose keys and values are stored: all but its last token."""
+        ids: np.ndarray = self._tokens["id"][row, : self._records["length"][row] - 1]
+        return ids
+
+    def last_ids(self) -> np.ndarray:
+        """[n] int64, the last token of each row: what the next pass reads."""
+        ids: np.ndarray = self._tokens["id"][np.arange(len(self)), self.records["length"] - 1]
+        return ids.astype(np.int64)
+
+    def add(self, request: Request) -> None:
+        """Append a row. Grows the lines to hold its limit."""
+        row, size, sampling = len(self.requests), len(request.prompt_ids), request.sampling
+        limit = min(size + sampling.max_tokens, self._max_context)
+        if limit > self._tokens.shape[1]:
+            self._tokens = _widened(self._tokens, max(limit, self._tokens.shape[1] * 3 // 2), 0)
+        if len(sampling.stop_token_ids) > self._stops.shape[1]:
+            self._stops = _widened(self._stops, len(sampling.stop_token_ids), -1)
+        self._records[row] = (size, size, limit, sampling.top_k, request.key, sampling.temperature, sampling.top_p)
+        self._tokens["id"][row, :size] = request.prompt_ids
+        self._stops[row] = -1
+        self._stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        self.requests.append(request)
+
+    def append(self, ids: np.ndarray, logprobs: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray]:
+        """One token for every row. Returns which rows ended by a stop id, and which only by their limit ([n] bool)."""
+        count = len(self)
+        at = (np.arange(count), self.records["length"])
+        self._tokens["id"][at] = ids
+        self._tokens["logprob"][at] = logprobs
+        self._tokens["version"][at] = version
+        self.records["length"] += 1
+        stopped = self._ends[ids]
+        if self._stops.shape[1]:
+            stopped = stopped | (self._stops[:count] == ids[:, None]).any(1)
+        return stopped, (self.records["length"] >= self.records["limit"]) & ~stopped
+
+    def generation(self, row: int, reason: FinishReason) -> Generation:
+        """What row has sampled so far."""
+        record = self._records[row]
+        line = self._tokens[row, record["prompt"] : record["length"]]
+        return Generation(line["id"].copy(), line["logprob"].copy(), line["version"].copy(), reason)
+
+    def remove(self, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Drop rows where `gone` ([n] bool); the last rows move into the holes. Returns (from, to), equal lengths."""
+        left = len(gone) - int(gone.sum())
+        holes = np.flatnonzero(gone[:left])
+        movers = left + np.flatnonzero(~gone[left:])
+        for hole, mover in zip(holes.tolist(), movers.tolist(), strict=True):
+            self.requests[hole] = self.requests[mover]
+        del self.requests[left:]
+        for columns in (self._records, self._tokens, self._stops):
+            columns[holes] = columns[movers]
+        return movers, holes
+
+
+def _widened(columns: np.ndarray, width: int, fill: int) -> np.ndarray:
+    wider = np.full((columns.shape[0], width), fill, columns.dtype)
+    wider[:, : columns.shape[1]] = columns
+    return wider

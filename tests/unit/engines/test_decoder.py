@@ -1,0 +1,99 @@
+"""The core without its thread, so that what runs together is decided by the test."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from astraflow.engines.decoder import Decoder
+from astraflow.engines.rows import Request, Rows
+from astraflow.engines.sampler import row_key
+from astraflow.models.load import load_model
+from astraflow.types import Generation, Sampling
+
+
+def ask(name: str, prompt: list[int], max_tokens: int = 8, **sampling: object) -> Request:
+    settings = Sampling(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+    return Request(name, np.array(prompt, np.int32), settings, Future(), row_key(0, hash(name) % 1000), 0.0)
+
+
+@pytest.fixture
+def decoder(endless_dir: Path) -> Decoder:
+    return Decoder(load_model(endless_dir).requires_grad_(False), (), 64, 512)
+
+
+def run(decoder: Decoder) -> dict[str, Generation]:
+    done: dict[str, Generation] = {}
+    with torch.inference_mode():
+        while len(decoder):
+            done.update({request.request_id: generation for request, generation in decoder.step()})
+    return done
+
+
+def test_equal_prompts_are_prefilled_once(decoder: Decoder) -> None:
+    with torch.inference_mode():
+        decoder.admit([ask(f"a{i}", [1, 5, 9, 3]) for i in range(8)] + [ask("b", [1, 5, 9, 7, 7]), ask("c", [4])])
+    assert decoder.prefill_tokens == 3 + 4  # all but the last token of each distinct prompt
+    assert len(run(decoder)) == 10
+
+
+def test_rows_beside_do_not_change_a_row(endless_dir: Path) -> None:
+    model = load_model(endless_dir).requires_grad_(False)
+    alone, crowd = (Decoder(model, (), 64, 512) for _ in range(2))
+    me = [1, 5, 9, 3]
+    with torch.inference_mode():
+        alone.admit([ask("me", me, 40)])
+        crowd.admit([ask(f"r{i}", [3] * (1 + 7 * i), 1 + 3 * i) for i in range(9)] + [ask("me", me, 40)])
+    a, b = run(alone)["me"], run(crowd)["me"]
+    np.testing.assert_array_equal(a.token_ids, b.token_ids)
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_rows_that_join_late_find_room(decoder: Decoder) -> None:
+    done: dict[str, Generation] = {}
+    with torch.inference_mode():
+        for i in range(40):  # slots and positions grow while rows run
+            decoder.admit([ask(f"r{i}", [1 + i % 30] * (1 + i), 5 + i)])
+            done.update({request.request_id: generation for request, generation in decoder.step()})
+    done.update(run(decoder))
+    assert {name: len(g.token_ids) for name, g in done.items()} == {f"r{i}": 5 + i for i in range(40)}
+
+
+def test_a_prefill_over_the_budget_is_split(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Decoder(decoder._model, (), 64, 512)
+    requests = [ask(f"r{i}", [1 + i] * (10 + 9 * i), 5) for i in range(12)]
+    with torch.inference_mode():
+        whole.admit(requests)
+        monkeypatch.setattr("astraflow.engines.decoder._PREFILL_TOKENS", 64)
+        decoder.admit(requests)
+    a, b = run(whole), run(decoder)
+    for name, generation in a.items():
+        np.testing.assert_array_equal(generation.token_ids, b[name].token_ids)
+        np.testing.assert_allclose(generation.logprobs, b[name].logprobs, atol=1e-5)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=20), st.data())
+def test_rows_keep_their_own_columns_when_others_leave(gone: list[bool], data: st.DataObject) -> None:
+    rows = Rows(20, 100, (), 50)
+    for i in range(len(gone)):
+        rows.add(ask(f"r{i}", [i] * (i + 1), max_tokens=5, stop_token_ids=(i,)))
+    ids = np.array(data.draw(st.lists(st.integers(20, 49), min_size=len(gone), max_size=len(gone))))
+    rows.append(ids, ids / -10, 3)
+    before = {r.request_id: rows.generation(i, "length") for i, r in enumerate(rows.requests)}
+    source, target = rows.remove(np.array(gone))
+    assert {r.request_id for r in rows.requests} == {f"r{i}" for i, out in enumerate(gone) if not out}
+    assert (source >= len(rows)).all() and (target < len(rows)).all()
+    for i, request in enumerate(rows.requests):
+        number = int(request.request_id[1:])
+        after = rows.generation(i, "length")
+        np.testing.assert_array_equal(after.token_ids, before[request.request_id].token_ids)
+        np.testing.assert_array_equal(after.logprobs, before[request.request_id].logprobs)
+        np.testing.assert_array_equal(rows.prefix(i), [number] * (number + 1))
+    stopped, _ = rows.append(np.array([int(r.request_id[1:]) for r in rows.requests], np.int64), np.zeros(len(rows)), 3)
+    assert stopped.all()  # each row's own stop id moved with it
