@@ -23,6 +23,8 @@ from astraflow.wire.local import BODY_HEADER, HOST_HEADER, MIN_BYTES, SharedBodi
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 
 R = TypeVar("R")
+_PIECE = 1 << 20
+"""urllib3's readinto reads into a buffer of its own first: a small one stays in the cache (measured: twice as fast)."""
 
 
 class HttpClient:
@@ -92,14 +94,19 @@ class HttpClient:
         response = None
         try:
             response = self._pool.request(
-                "GET", self.base_url + path, headers=headers, preload_content=False, timeout=self._timeout(0.0)
+                "GET",
+                self.base_url + path,
+                headers=headers,
+                preload_content=False,
+                enforce_content_length=False,  # a cut body gives the bytes that came, not an error
+                timeout=self._timeout(0.0),
             )
             if response.status >= 400:
                 raise self._failure(path, response.status, response.read(decode_content=False))
             if offset and response.status != 206:
                 offset = 0
             while offset < len(target):
-                count = response.readinto(target[offset:])
+                count = response.readinto(target[offset : offset + _PIECE])
                 if not count:
                     break
                 offset += count
@@ -193,7 +200,7 @@ def _read_all(response: urllib3.BaseHTTPResponse) -> memoryview:
     buffer = memoryview(bytearray(size))
     filled = 0
     while filled < size:
-        count = response.readinto(buffer[filled:])
+        count = response.readinto(buffer[filled : filled + _PIECE])
         if not count:
             raise urllib3.exceptions.IncompleteRead(filled, size - filled)
         filled += count
