@@ -95,8 +95,12 @@ def create_weights_app(root: Path, token: str | None) -> Starlette:
         if not is_file_name(name):
             raise _not_found("file", name, "must be a plain name that the manifest gives")
         lease = ReaderLease(directory, version)
-        fd = _open(directory / str(version) / name)
         lease.extend()
+        try:
+            fd = _open(directory / str(version) / name)
+        except HttpError:
+            lease.release()
+            raise
         try:
             size = os.fstat(fd).st_size
             if name == MANIFEST:

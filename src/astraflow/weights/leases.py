@@ -1,12 +1,13 @@
 """Reader leases: small files that keep a version from being deleted while somebody reads it.
 
-A lease is `.readers/<version>.<unique>` whose modification time is its deadline, so that of a dead reader runs out. A
-missed lease is harmless: a version disappears by one rename, so a reader gets all of it or "missing".
+A lease is `.readers/<version>.<unique>` whose modification time is its deadline, so that of a dead reader runs out.
+Taking a lease and retiring versions exclude each other by a file lock, so what has a lease is there until it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import time
 import uuid
@@ -33,7 +34,7 @@ class ReaderLease:
         now = time.time()
         if now < self._renew_at:
             return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), _lock(self._path.parent, fcntl.LOCK_SH):
             self._path.touch()
             os.utime(self._path, (now, now + self._seconds))
         self._renew_at = now + self._seconds / 4
@@ -55,6 +56,13 @@ def reading(policy_dir: Path, version: int, seconds: float = LEASE_S) -> Iterato
         lease.release()
 
 
+@contextlib.contextmanager
+def retiring(policy_dir: Path) -> Iterator[set[int]]:
+    """The versions that must stay; no lease is taken meanwhile. Raises BlockingIOError: somebody is just taking one."""
+    with _lock(_folder(policy_dir), fcntl.LOCK_EX | fcntl.LOCK_NB):
+        yield leased_versions(policy_dir)
+
+
 def leased_versions(policy_dir: Path) -> set[int]:
     """Versions with a live reader; leases that have run out are removed."""
     live: set[int] = set()
@@ -64,6 +72,8 @@ def leased_versions(policy_dir: Path) -> set[int]:
     except FileNotFoundError:
         return live
     for item in found:
+        if item.name.startswith("."):
+            continue
         version = item.name.partition(".")[0]
         with contextlib.suppress(FileNotFoundError):
             if item.stat().st_mtime > now:
@@ -71,3 +81,13 @@ def leased_versions(policy_dir: Path) -> set[int]:
             else:
                 os.unlink(item.path)
     return live
+
+
+@contextlib.contextmanager
+def _lock(folder: Path, operation: int) -> Iterator[None]:
+    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, operation)
+        yield
+    finally:
+        os.close(fd)

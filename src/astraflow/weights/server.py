@@ -40,6 +40,11 @@ class ServerProcess:
         """http://host:port, the same after a restart."""
         return self._url
 
+    @property
+    def pid(self) -> int:
+        """Process id of the child that runs now."""
+        return self._child.pid
+
     def policy_url(self, policy: str) -> str:
         """What goes into `WeightVersion.urls`."""
         return f"{self._url}/weights/{policy}"
@@ -82,10 +87,19 @@ class ServerProcess:
         finally:
             os.close(readable)
         if not line.startswith("http"):
+            code = self._child.poll()
             self.stop()
-            reason = line.removeprefix("error: ") or f"no answer within {_START_S:.0f} s"
+            silent = (
+                f"no answer in {_START_S:.0f} s"
+                if code is None
+                else f"it ended with exit code {code}, see its words above"
+            )
+            reason = line.removeprefix("error: ") or silent
             raise LaunchError(
-                "weights server", f"{self._host}:{self._port}", f"did not start ({reason})", "change [weights]"
+                "weights server",
+                f"{self._host}:{self._port}",
+                f"did not start ({reason})",
+                "see [weights] in the run file",
             )
         self._url = line
         self._port = int(line.rpartition(":")[2])

@@ -28,7 +28,7 @@ import msgspec
 from astraflow.errors import WeightError
 from astraflow.types import WeightVersion
 from astraflow.weights.layout import index_json, plan_parts, sync_directory, write_file, write_part
-from astraflow.weights.leases import leased_versions, reading
+from astraflow.weights.leases import reading, retiring
 from astraflow.weights.manifest import (
     MANIFEST,
     FileEntry,
@@ -221,12 +221,14 @@ class FileStore:
         versions = self.versions()
         if not self.keep or len(versions) <= self.keep:
             return
-        read_now = leased_versions(self.directory)
-        for version in versions[: -self.keep]:
-            if version not in read_now:
-                gone = self._temporary(version)
-                os.rename(self.directory / str(version), gone)
-                shutil.rmtree(gone, ignore_errors=True)
+        gone: list[Path] = []
+        with contextlib.suppress(BlockingIOError), retiring(self.directory) as read_now:
+            for version in versions[: -self.keep]:
+                if version not in read_now:
+                    gone.append(self._temporary(version))
+                    os.rename(self.directory / str(version), gone[-1])
+        for directory in gone:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _sweep(self) -> None:
         """Remove what a publisher that died left behind. Only under the lock, so nobody is building it."""

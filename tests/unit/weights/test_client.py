@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from astraflow.errors import WeightError
+from astraflow.testing.weights import make_tensors, same_bits, serving_weights
+from astraflow.types import WeightVersion
+from astraflow.weights import client as client_module
+from astraflow.weights.client import WeightClient
+from astraflow.weights.manifest import MANIFEST
+from astraflow.weights.store import FileStore
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightClient]:
+    monkeypatch.setattr(client_module, "_PAUSE_S", 0.0)
+    made = WeightClient(timeout_s=5.0, give_up_s=0.3)
+    yield made
+    made.close()
+
+
+class Faults:
+    """A store over HTTP that misbehaves as told. `ranges` are the Range headers it was sent for parts."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.cut_at: list[int] = []  # each part request in turn: close the connection after so many bytes
+        self.flip: list[bool] = []  # each part request in turn: damage a byte
+        self.ranges: list[str | None] = []
+        self.requests: list[str] = []
+
+
+@contextmanager
+def faulty(faults: Faults) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            faults.requests.append(self.path)
+            path = faults.directory.joinpath(*self.path.split("/")[3:])
+            if not path.is_file():
+                self.send_error(404)
+                return
+            content = path.read_bytes()
+            start = 0
+            if path.suffix == ".safetensors":
+                asked = self.headers.get("range")
+                faults.ranges.append(asked)
+                start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
+                if faults.flip and faults.flip.pop(0):
+                    content = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
+            body = content[start:]
+            self.send_response(206 if start else 200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            if path.suffix == ".safetensors" and faults.cut_at:
+                body = body[: faults.cut_at.pop(0)]
+                self.close_connection = True
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+        allow_reuse_address = True
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/weights/actor"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def published(store: FileStore, tmp_path: Path) -> FileStore:
+    (tmp_path / "config.json").write_text('{"hidden_size": 16}')
+    store.publish(3, make_tensors(), [tmp_path / "config.json"])
+    return store
+
+
+def test_the_file_store_on_this_host_is_used_first(published: FileStore, client: WeightClient) -> None:
+    faults = Faults(published.directory)
+    with faulty(faults) as url:
+        fetched = client.fetch(WeightVersion("actor", 3, (published.url, url)))
+    assert same_bits(fetched.tensors, make_tensors())
+    assert fetched.files == {"config.json": b'{"hidden_size": 16}'}
+    assert faults.requests == []
+
+
+@pytest.mark.parametrize("elsewhere", ["absent", "another"])
+def test_a_path_of_another_host_is_passed_over(
+    published: FileStore, client: WeightClient, tmp_path: Path, elsewhere: str
+) -> None:
+    file_url = f"file://{tmp_path}/absent/actor?store=abc"
+    if elsewhere == "another":  # the same path, but another run wrote there
+        other = FileStore(tmp_path / "other", "actor")
+        other.publish(3, make_tensors(9))
+        file_url = other.url.partition("?")[0] + "?store=abc"
+    with serving_weights(published.directory.parent) as url:
+        fetched = client.fetch(WeightVersion("actor", 3, (file_url, f"{url}/weights/actor")))
+    assert same_bits(fetched.tensors, make_tensors())
+
+
+def test_what_comes_over_http_is_what_was_published(published: FileStore, client: WeightClient, tmp_path: Path) -> None:
+    with serving_weights(published.directory.parent) as url:
+        fetched = client.fetch(WeightVersion("actor", 3, (f"{url}/weights/actor",)))
+    assert fetched.version == 3
+    assert list(fetched.tensors) == list(make_tensors())
+    assert same_bits(fetched.tensors, make_tensors())
+    fetched.tensors["layer.0.weight"].zero_()  # writable: the caller's own
+    fetched.save_files(tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").read_bytes() == b'{"hidden_size": 16}'
+
+
+def test_files_are_fetched_once(published: FileStore, client: WeightClient) -> None:
+    published.publish(4, make_tensors(4), [published.files(3)["config.json"]])
+    faults = Faults(published.directory)
+    with faulty(faults) as url:
+        first = client.fetch(WeightVersion("actor", 3, (url,)))
+        second = client.fetch(WeightVersion("actor", 4, (url,)))
+    assert first.files == second.files
+    assert sum(path.endswith("config.json") for path in faults.requests) == 1
+
+
+def test_a_cut_download_goes_on_where_it_ended(published: FileStore, client: WeightClient) -> None:
+    faults = Faults(published.directory)
+    faults.cut_at = [700, 300, 0, 900]
+    with faulty(faults) as url:
+        fetched = client.fetch(WeightVersion("actor", 3, (url,)))
+    assert same_bits(fetched.tensors, make_tensors())
+    assert faults.ranges == [None, "bytes=700-", "bytes=1000-", "bytes=1000-", "bytes=1900-"]
+    assert client.counts["retries"] == 4
+
+
+def test_a_download_that_never_goes_on_is_given_up(published: FileStore, client: WeightClient) -> None:
+    faults = Faults(published.directory)
+    faults.cut_at = [700] + [0] * 50
+    with faulty(faults) as url, pytest.raises(WeightError, match="could not be fetched from any store"):
+        client.fetch(WeightVersion("actor", 3, (url,)))
+    assert len(faults.ranges) < 10
+
+
+def test_a_torn_part_is_fetched_again(published: FileStore, client: WeightClient) -> None:
+    faults = Faults(published.directory)
+    faults.flip = [True, True, False]
+    with faulty(faults) as url:
+        fetched = client.fetch(WeightVersion("actor", 3, (url,)))
+    assert same_bits(fetched.tensors, make_tensors())
+    assert client.counts["torn_parts"] == 2
+
+
+def test_a_store_whose_parts_stay_torn_is_left_for_the_next(published: FileStore, client: WeightClient) -> None:
+    bad, good = Faults(published.directory), Faults(published.directory)
+    bad.flip = [True] * 50
+    with faulty(bad) as bad_url, faulty(good) as good_url:
+        fetched = client.fetch(WeightVersion("actor", 3, (bad_url, good_url)))
+    assert same_bits(fetched.tensors, make_tensors())
+    assert client.counts["failed_stores"] == 1
+
+
+def test_the_error_names_every_store(published: FileStore, client: WeightClient, tmp_path: Path) -> None:
+    part = published.directory / "3" / "model.safetensors"
+    part.write_bytes(part.read_bytes()[:-1] + b"\xff")
+    urls = (published.url, "http://127.0.0.1:9/weights/actor", f"file://{tmp_path}/absent/actor", "ftp://x/actor")
+    with pytest.raises(WeightError) as caught:
+        client.fetch(WeightVersion("actor", 3, urls))
+    text = str(caught.value)
+    for url in ("checksum", "127.0.0.1:9", "absent", "ftp"):
+        assert url in text
+
+
+def test_a_truncated_part_on_the_server_is_found(published: FileStore, client: WeightClient) -> None:
+    part = published.directory / "3" / "model.safetensors"
+    part.write_bytes(part.read_bytes()[:-100])
+    with serving_weights(published.directory.parent) as url, pytest.raises(WeightError):
+        client.fetch(WeightVersion("actor", 3, (f"{url}/weights/actor",)))
+
+
+def test_a_torn_manifest_is_fetched_again_then_refused(published: FileStore, client: WeightClient) -> None:
+    manifest = published.directory / "3" / MANIFEST
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    faults = Faults(published.directory)
+    with faulty(faults) as url, pytest.raises(WeightError, match="is not a manifest"):
+        client.fetch(WeightVersion("actor", 3, (url,)))
+    assert len(faults.requests) > 1
+
+
+def test_a_version_that_is_gone_is_said(published: FileStore, client: WeightClient) -> None:
+    with (
+        serving_weights(published.directory.parent) as url,
+        pytest.raises(WeightError, match="fetch the newest version"),
+    ):
+        client.fetch(WeightVersion("actor", 1, (f"{url}/weights/actor",)))
+
+
+@pytest.mark.parametrize("wanted", [WeightVersion("actor", -1), WeightVersion("actor", 0)])
+def test_a_version_without_a_place_is_refused(client: WeightClient, wanted: WeightVersion) -> None:
+    with pytest.raises(WeightError, match="has not been published"):
+        client.fetch(wanted)
+
+
+def test_a_url_of_another_policy_is_refused(published: FileStore, client: WeightClient) -> None:
+    with pytest.raises(WeightError, match="must end with /critic"):
+        client.fetch(WeightVersion("critic", 3, (published.url,)))
+
+
+def test_many_threads_share_one_client(published: FileStore, client: WeightClient) -> None:
+    results: list[bool] = []
+    with serving_weights(published.directory.parent) as url:
+        wanted = WeightVersion("actor", 3, (f"{url}/weights/actor",))
+
+        def fetch() -> None:
+            results.append(same_bits(client.fetch(wanted).tensors, make_tensors()))
+
+        threads = [threading.Thread(target=fetch) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == [True] * 12

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from astraflow.errors import WeightError
+from astraflow.weights.manifest import (
+    FileEntry,
+    Manifest,
+    Part,
+    Placement,
+    TensorEntry,
+    TornPart,
+    is_file_name,
+    is_policy_name,
+    read_manifest,
+)
+
+
+def example(**changes: Any) -> Manifest:
+    entries = (TensorEntry("a", "BF16", (2, 3), "00"), TensorEntry("b", "F32", (), "01"))
+    part = Part("model.safetensors", "full", 100, "02", (Placement("a", 64, 12), Placement("b", 76, 4)))
+    manifest = Manifest(
+        policy="actor", version=3, parent=2, tensors=entries, parts=(part,), files=(FileEntry("config.json", 5, "03"),)
+    )
+    return msgspec.structs.replace(manifest, **changes)
+
+
+def read(manifest: Manifest) -> Manifest:
+    return read_manifest(msgspec.json.encode(manifest), "actor", 3, "there")
+
+
+def test_a_manifest_survives_the_wire() -> None:
+    assert read(example()) == example()
+
+
+@pytest.mark.parametrize("changes", [{"policy": "critic"}, {"version": 4}])
+def test_a_manifest_of_another_policy_or_version_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(WeightError, match="must be actor/3"):
+        read(example(**changes))
+
+
+@pytest.mark.parametrize("length", [0, 1, 40, 150])
+def test_a_half_written_manifest_is_torn(length: int) -> None:
+    with pytest.raises(TornPart):
+        read_manifest(msgspec.json.encode(example())[:length], "actor", 3, "there")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": (FileEntry("../config.json", 5, "03"),)},
+        {"files": (FileEntry("/etc/passwd", 5, "03"),)},
+        {"files": (FileEntry(".lock", 5, "03"),)},
+        {"files": (FileEntry("model.safetensors", 5, "03"),)},
+        {"parts": ()},
+        {"parts": (Part("m.safetensors", "full", 70, "02", (Placement("a", 64, 12), Placement("b", 76, 4))),)},
+        {"parts": (Part("m.safetensors", "full", 100, "02", (Placement("a", -4, 12), Placement("b", 76, 4))),)},
+        {"parts": (Part("m.safetensors", "full", 100, "02", (Placement("a", 64, 10), Placement("b", 76, 4))),)},
+        {"parts": (Part("m.safetensors", "full", 100, "02", (Placement("a", 64, 12), Placement("a", 64, 12))),)},
+        {"tensors": (TensorEntry("a", "BF17", (2, 3), "00"), TensorEntry("b", "F32", (), "01"))},
+        {"tensors": (TensorEntry("a", "BF16", (-2, -3), "00"), TensorEntry("b", "F32", (), "01"))},
+    ],
+)
+def test_a_manifest_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(TornPart):
+        read(example(**changes))
+
+
+def test_an_unknown_encoding_is_refused() -> None:
+    payload = msgspec.json.encode(example()).replace(b'"full"', b'"pickle"')
+    with pytest.raises(TornPart):
+        read_manifest(payload, "actor", 3, "there")
+
+
+def test_content_is_the_same_whatever_the_packing() -> None:
+    other = example(parts=(), parent=-1, files=(*example().files, FileEntry("model.safetensors.index.json", 9, "09")))
+    assert example().same_content(other)
+    assert not example().same_content(example(files=()))
+    assert not example().same_content(example(tensors=example().tensors[:1]))
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "a\0", ".hidden", "a\n"])
+def test_names_that_lead_elsewhere_are_no_names(name: str) -> None:
+    assert not is_file_name(name)
+    assert not is_policy_name(name)
+
+
+def test_ordinary_names_are_names() -> None:
+    assert is_file_name("model-00001-of-00002.safetensors")
+    assert is_policy_name("actor-2.b")
