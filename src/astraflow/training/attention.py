@@ -103,7 +103,7 @@ def packed_attention(
     grouped = query.shape[1] != key.shape[1]
     sizes = [bucket.tokens for bucket in pack_layout.buckets]
     # One split (and one cat) for all buckets: slicing each would make backward add a full-size tensor per slice.
-    parts = zip(*(x[0].transpose(0, 1).split(sizes) for x in (query, key, value)), strict=True)
+    parts = zip(*(torch.split(x[0].transpose(0, 1), sizes) for x in (query, key, value)), strict=True)
     outputs = [
         _bucket_attention(bucket, q, k, v, scaling, window, grouped)
         for bucket, (q, k, v) in zip(pack_layout.buckets, parts, strict=True)
@@ -124,7 +124,7 @@ def _bucket_attention(
     shape = (bucket.count, bucket.length)
     if bucket.gather is not None:
         query, key, value = (x.index_select(0, bucket.gather) for x in (query, key, value))
-    query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
+    query, key, value = (torch.unflatten(x, 0, shape).transpose(1, 2) for x in (query, key, value))
     mask = None
     if window is not None and window < bucket.length:
         age = torch.arange(bucket.length)[:, None] - torch.arange(bucket.length)
@@ -146,12 +146,13 @@ def _varlen(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
 
-    flat = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     cu, longest = layout.cu_lengths, layout.longest
     output = varlen_attn(
-        *flat, cu, cu, longest, longest, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+        q, k, v, cu, cu, longest, longest, scale=scaling, enable_gqa=q.shape[1] != k.shape[1],
         window_size=(-1 if window is None else window - 1, 0),
     )  # fmt: skip
+    assert isinstance(output, torch.Tensor)
     return output[None]
 
 

@@ -25,12 +25,14 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from astraflow.errors import TrainingError
 
 STATE = "training_state"
 KEEP = 2
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
 Tensors = Mapping[str, torch.Tensor]
@@ -60,10 +62,10 @@ class TrainingState:
     master: Tensors | None = None  # None: the model's own files are float32
 
 
-def save_checkpoint(root: Path, model: PreTrainedModel, model_files: Path, state: TrainingState) -> Path:
+def save_checkpoint(root: Path, model: PreTrainedModel, source: Path, state: TrainingState) -> Path:
     """Write `root/step-<version>` atomically and remove all but the newest `KEEP`; returns its path.
 
-    Args: model_files: the directory whose tokenizer, template and generation files are copied.
+    Args: source: the directory whose tokenizer, template and generation files are copied.
     Raises: TrainingError: the disk is full or not writable; older checkpoints are untouched.
     """
     target = root / f"step-{state.version:06d}"
@@ -71,7 +73,7 @@ def save_checkpoint(root: Path, model: PreTrainedModel, model_files: Path, state
     try:
         shutil.rmtree(building, ignore_errors=True)
         (building / STATE).mkdir(parents=True)
-        _write_model(building, model, model_files, bfloat16=state.master is not None)
+        _write_model(building, model, source, bfloat16=state.master is not None)
         _write_state(building, state)
         old = root / f".tmp-replaced-{target.name}"
         shutil.rmtree(old, ignore_errors=True)
@@ -90,13 +92,13 @@ def save_checkpoint(root: Path, model: PreTrainedModel, model_files: Path, state
     return target
 
 
-def save_model(target: Path, model: PreTrainedModel, model_files: Path) -> None:
+def save_model(target: Path, model: PreTrainedModel, source: Path) -> None:
     """A plain Hugging Face directory, replaced whole. Raises: TrainingError: it cannot be written."""
     building = target.with_name(f".tmp-{target.name}")
     try:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
-        _write_model(building, model, model_files, bfloat16=False)
+        _write_model(building, model, source, bfloat16=False)
         for path in building.iterdir():
             _sync(path)
         shutil.rmtree(target, ignore_errors=True)
@@ -127,7 +129,7 @@ def load_state(path: Path) -> TrainingState:
             skipped_in_a_row=head.skipped_in_a_row,
             optimizer=load_file(path / STATE / "optimizer.safetensors"),
             audit_versions={v: load_file(path / STATE / f"version-{v}.safetensors") for v in head.audit_versions},
-            master=load_file(path / STATE / "master.safetensors") if f"{STATE}/master.safetensors" in head.files else None,
+            master=load_file(master) if (master := path / STATE / "master.safetensors").is_file() else None,
         )
         torch.set_rng_state(load_file(path / STATE / "rng.safetensors")["torch"])
     except (OSError, msgspec.DecodeError, SafetensorError, KeyError) as error:
@@ -137,7 +139,7 @@ def load_state(path: Path) -> TrainingState:
     return state
 
 
-def tokenizer_files(directory: Path) -> list[Path]:
+def model_files(directory: Path) -> list[Path]:
     """The config, tokenizer, template and generation settings of a model directory; no weights."""
     return sorted(
         path
@@ -146,7 +148,37 @@ def tokenizer_files(directory: Path) -> list[Path]:
     )
 
 
-def _write_model(building: Path, model: PreTrainedModel, model_files: Path, *, bfloat16: bool) -> None:
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's state as `<moment>/<parameter name>` -> tensor; empty before the first step."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        for moment, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{moment}/{name}"] = value
+    return tensors
+
+
+def load_optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Inverse of `optimizer_tensors`. Raises: TrainingError: a moment is missing, unknown or of another shape."""
+    expected = {f"{moment}/{name}" for moment in MOMENTS for name, _ in model.named_parameters()} if tensors else set()
+    if different := sorted(expected ^ set(tensors)):
+        raise TrainingError(
+            "checkpoint.optimizer", different[0], "is missing or unknown", "resume with the model that was checkpointed"
+        )
+    for name, parameter in model.named_parameters():
+        if not tensors:
+            continue
+        state = {moment: tensors[f"{moment}/{name}"].clone() for moment in MOMENTS}
+        if state["exp_avg"].shape != parameter.shape:
+            raise TrainingError(
+                f"checkpoint.optimizer.{name}.shape", tuple(state["exp_avg"].shape),
+                f"must be {tuple(parameter.shape)}", "resume with the model that was checkpointed",
+            )  # fmt: skip
+        optimizer.state[parameter] = state
+
+
+def _write_model(building: Path, model: PreTrainedModel, source: Path, *, bfloat16: bool) -> None:
     tensors = None
     if bfloat16:
         tensors = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
@@ -156,7 +188,7 @@ def _write_model(building: Path, model: PreTrainedModel, model_files: Path, *, b
     finally:
         if bfloat16:
             model.config.dtype = torch.float32
-    for path in tokenizer_files(model_files):
+    for path in model_files(source):
         if not (building / path.name).exists():
             shutil.copyfile(path, building / path.name)
 

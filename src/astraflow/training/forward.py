@@ -31,9 +31,10 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
     config = model.config.to_dict()
     for name in UNSUPPORTED_HEADS:
         if config.get(name) not in (None, 1, 1.0):
-            raise ModelError(f"model.config.{name}", config[name], "is not supported by the trainer", "use another model")
+            raise ModelError(f"model.config.{name}", config[name], "is not supported in training", "use another model")
     model.set_attn_implementation(IMPLEMENTATION)
-    return model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 class PackedPolicy(nn.Module):
@@ -53,14 +54,16 @@ class PackedPolicy(nn.Module):
             use_cache=False,
             pack_layout=pack_layout(pack.cu_lengths, device),
         ).last_hidden_state[0]
-        head = model.get_output_embeddings()
-        picked = hidden.index_select(0, torch.from_numpy(pack.target_index).to(device))
+        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden.dtype
+        picked = hidden.index_select(0, torch.from_numpy(pack.target_index).to(device)).to(dtype)
         targets = torch.from_numpy(pack.target_ids).to(device)
         logprobs, entropies = [], []
-        for part, wanted in zip(
-            *(x.split(max(1, CHUNK_ELEMENTS // head.weight.shape[0])) for x in (picked, targets)), strict=True
-        ):
-            logprob, entropy = HeadLogprobs.apply(part, head.weight, head.bias, wanted, temperature)
+        size = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
+        for part, wanted in zip(torch.split(picked, size), torch.split(targets, size), strict=True):
+            logprob, entropy = HeadLogprobs.apply(  # type: ignore[no-untyped-call]
+                part, head.weight, head.bias, wanted, temperature
+            )
             logprobs.append(logprob)
             entropies.append(entropy)
         return torch.cat(logprobs), torch.cat(entropies)
@@ -71,10 +74,11 @@ def packed_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs and entropies [N] of the trained tokens; under `weights` (by Hugging Face name) when given."""
     policy = PackedPolicy(model)
-    if weights is None:
-        return policy(pack, temperature)
-    named = {f"model.{name}": tensor for name, tensor in weights.items()}
-    return torch.func.functional_call(policy, named, (pack, temperature))
+    named = {f"model.{name}": tensor for name, tensor in (weights or {}).items()}
+    result: tuple[torch.Tensor, torch.Tensor] = (
+        torch.func.functional_call(policy, named, (pack, temperature)) if named else policy(pack, temperature)
+    )
+    return result
 
 
 class HeadLogprobs(torch.autograd.Function):
@@ -117,5 +121,7 @@ class HeadLogprobs(torch.autograd.Function):
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
     """[N, V] float32, divided by the temperature."""
-    logits = nn.functional.linear(hidden, weight.to(hidden.dtype), bias).float()
+    with torch.autocast(hidden.device.type, enabled=False):  # the caller chose the dtype; backward must find the same
+        logits = nn.functional.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
+    logits = logits.float()
     return logits if temperature == 1.0 else logits / temperature

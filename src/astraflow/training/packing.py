@@ -1,13 +1,14 @@
 """From the rows of a batch to packed microbatches: flat arrays and offsets, no padding, no per-token Python.
 
-    row        prompt and sampled tokens of one branch; a fork gets its parent's prefix in front, masked out
-    sequence   a row cut just before its last trained token: that token is a target, never an input
-    pack       sequences laid end to end, longest first, at most `tokens_per_microbatch` (or one longer sequence)
+- row: prompt and sampled tokens of one branch; a fork gets its parent's prefix in front, masked out
+- sequence: a row cut just before its last trained token: that token is a target, never an input
+- pack: sequences laid end to end, longest first, at most `tokens_per_microbatch` (or one longer sequence)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -119,10 +120,7 @@ def pack_rows(rows: TokenRows, tokens_per_microbatch: int, select: np.ndarray | 
     order, bounds = _first_fit(inputs, tokens_per_microbatch)
     first_target = _offsets(counts)[kept[order]]
     kept, inputs, counts = kept[order], inputs[order], counts[kept[order]]
-    return [
-        _one_pack(rows, where, kept[a:b], inputs[a:b], counts[a:b], first_target[a:b])
-        for a, b in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    return [_one_pack(rows, where, kept[a:b], inputs[a:b], counts[a:b], first_target[a:b]) for a, b in pairwise(bounds)]
 
 
 def _one_pack(
@@ -249,4 +247,5 @@ def _offsets(lengths: np.ndarray) -> np.ndarray:
 def _ramps(lengths: np.ndarray) -> np.ndarray:
     """0..l0-1, 0..l1-1, ... of lengths [n]: [sum] int64."""
     starts = _offsets(lengths)
-    return np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    ramps: np.ndarray = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    return ramps

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from astraflow.algorithms.aggregate import Aggregation
 from astraflow.config.rooms import build
-from astraflow.config.schema import Component, OptimizerSection, WarmStartSection
+from astraflow.config.schema import BatchSection, Component, OptimizerSection, WarmStartSection
 from astraflow.contracts import Source
 from astraflow.errors import SourceError
 from astraflow.models.chat import ChatTokenizer
@@ -26,7 +26,6 @@ from astraflow.training.packing import TokenRows, rows_from_lists
 from astraflow.training.step import Stepper, StepSettings
 
 Example = tuple[np.ndarray, np.ndarray]
-Report = Callable[[int, dict[str, float]], None]
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +36,7 @@ class NegativeLogLikelihood:
     aggregation: Aggregation = "token"
     needs_batch = False
 
-    def prepare(
-        self, policy_logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, advantages: torch.Tensor
-    ) -> None:
+    def prepare(self, policy_logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, advantages: torch.Tensor) -> None:
         """Nothing."""
 
     def __call__(
@@ -89,34 +86,32 @@ class Demonstrations:
 
 def supervised_steps(
     model: PreTrainedModel, demonstrations: Demonstrations, section: WarmStartSection, optimizer: OptimizerSection,
-    tokens_per_microbatch: int, report: Report | None = None,
+    tokens_per_microbatch: int, should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:  # fmt: skip
     """Train `model` in place for `section.steps`; returns the metrics of the last step.
 
     The optimizer is its own: `optimizer` with the learning rate of `section`, flat, and forgotten afterwards.
     """
     own = optimizer.model_copy(update={"lr": section.lr, "schedule": "constant", "warmup_steps": 0})
-    stepper = Stepper(model, NegativeLogLikelihood(), StepSettings(own, section.steps, tokens_per_microbatch))
+    settings = StepSettings(own, section.steps, tokens_per_microbatch)
+    stepper = Stepper(model, NegativeLogLikelihood(), settings, should_stop)
     begin = time.perf_counter()
     metrics: dict[str, float] = {}
     for step in range(section.steps):
         metrics = _supervised_metrics(stepper.step(demonstrations.rows(step), 0))
-        if report is not None:
-            report(step + 1, metrics)
         if (step + 1) % 50 == 0 or step + 1 == section.steps:
             log.info("supervised step %d of %d: loss %.4f", step + 1, section.steps, metrics["loss"])
     return metrics | {"perf/wall_s": time.perf_counter() - begin}
 
 
 def run_sft(
-    model_directory: Path, target: Path, source: Component, section: WarmStartSection, seed: int = 0,
-    report: Report | None = None,
+    model_directory: Path, target: Path, source: Component, section: WarmStartSection, seed: int = 0
 ) -> dict[str, float]:  # fmt: skip
     """Fine-tune the model of a directory on demonstrations and save it as a Hugging Face directory `target`."""
     model = load_model(model_directory)
     rows: Source = build("sources", source.type, source.options, f"sources.{section.source}")
     demonstrations = Demonstrations(rows, section.source, ChatTokenizer(model_directory), section.batch, seed)
-    metrics = supervised_steps(model, demonstrations, section, OptimizerSection(), 8192, report)
+    metrics = supervised_steps(model, demonstrations, section, OptimizerSection(), BatchSection().tokens_per_microbatch)
     save_model(target, model, model_directory)
     return metrics
 

@@ -1,7 +1,7 @@
 """One optimizer step over one batch: packed microbatches accumulate a gradient that does not depend on their cut.
 
-    rows ─► packs ─► for each pack: logprobs ─► token losses ─► x coefficient (denominators of the whole batch) ─► sum
-                                                                                        gradients add up ─► clip ─► AdamW
+    rows ─► packs ─► for each pack: logprobs ─► losses ─► x coefficients (denominators of the whole batch) ─► sum
+                                                                             gradients add up ─► clip ─► AdamW
 
 A loss or gradient that is not finite skips the update (the weights stay as they are, the step counts); three in a row
 end the trainer.
@@ -10,11 +10,15 @@ end the trainer.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from astraflow.algorithms.aggregate import sequence_coefficients, token_coefficients
@@ -23,10 +27,13 @@ from astraflow.algorithms.losses import PolicyLoss, Prepared
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import TrainingError
 from astraflow.training.forward import packed_logprobs, prepare_model
-from astraflow.training.optimizer import build_optimizer, learning_rate
 from astraflow.training.packing import Pack, TokenRows, pack_rows
 
 MAX_SKIPPED_IN_A_ROW = 3
+
+
+class StepInterrupted(Exception):
+    """The trainer was told to end in the middle of a step."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +70,29 @@ class _Totals:
 class Stepper:
     """Owns the optimizer of one model. `counts` and `optimizer` are the state that a checkpoint must hold."""
 
-    def __init__(self, model: PreTrainedModel, loss: PolicyLoss, settings: StepSettings) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        loss: PolicyLoss,
+        settings: StepSettings,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.model, self.loss, self.settings = prepare_model(model), loss, settings
+        self._should_stop = should_stop  # asked before each pack
         self.optimizer = build_optimizer(model, settings.optimizer)
         self.counts = StepCounts()
 
     def step(self, rows: TokenRows, version: int) -> dict[str, float]:
         """Train on `rows` with weights of `version`; returns metrics by slash name.
 
-        Raises: TrainingError: a malformed batch, or the third non-finite gradient in a row.
+        Raises: TrainingError: a malformed batch, or the third non-finite gradient in a row. StepInterrupted:
+        `should_stop` said so; nothing has changed.
         """
         begin = time.perf_counter()
         packs = pack_rows(rows, self.settings.tokens_per_microbatch)
         packed = time.perf_counter()
-        self.counts.step += 1
-        metrics = {"lr": learning_rate(self.settings.optimizer, self.counts.step, self.settings.total_steps)}
+        number = self.counts.step + 1
+        metrics = {"lr": learning_rate(self.settings.optimizer, number, self.settings.total_steps)}
         metrics |= batch_metrics(packs, version)
         if packs:
             totals = self._accumulate(packs, int(metrics["tokens"]), int(metrics["sequences"]))
@@ -85,6 +100,7 @@ class Stepper:
             metrics |= self._update(totals, int(metrics["tokens"]), metrics["lr"])
             metrics["perf/forward_backward_s"] = trained - packed
             metrics["perf/optimizer_s"] = time.perf_counter() - trained
+        self.counts.step = number
         metrics["skipped_steps"] = float(self.counts.skipped)
         metrics["perf/pack_s"] = packed - begin
         metrics["perf/step_s"] = time.perf_counter() - begin
@@ -129,6 +145,9 @@ class Stepper:
         return self.loss.prepare(logprobs, behavior, advantages)
 
     def _logprobs(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._should_stop():
+            self.optimizer.zero_grad(set_to_none=True)
+            raise StepInterrupted
         device = self.model.device.type
         context = torch.autocast(device, torch.bfloat16) if self.settings.autocast else contextlib.nullcontext()
         with context:
@@ -187,3 +206,32 @@ def batch_metrics(packs: list[Pack], version: int) -> dict[str, float]:
         "staleness/max": float(staleness.max()) if packs else 0.0,
         "staleness/fresh_tokens": fresh / tokens if tokens else 1.0,
     }
+
+
+def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> float:
+    """Learning rate of step `step` (from 1 to `total_steps`): linear warm-up, then the schedule down to 0 (or flat)."""
+    if step <= section.warmup_steps:
+        return section.lr * step / (section.warmup_steps + 1)
+    done = min(1.0, (step - 1 - section.warmup_steps) / max(1, total_steps - section.warmup_steps))
+    match section.schedule:
+        case "constant":
+            return section.lr
+        case "linear":
+            return section.lr * (1 - done)
+        case "cosine":
+            return section.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.AdamW:
+    """AdamW over all parameters; matrices decay, vectors (norms, biases) do not."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=section.lr,
+        betas=section.betas,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        fused=True,
+    )

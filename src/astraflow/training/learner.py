@@ -1,0 +1,190 @@
+"""What a trainer owns: the model, its optimizer state, its published versions and its checkpoints. Knows no service."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+
+from astraflow.algorithms.losses import PolicyLoss
+from astraflow.config.env import cache_dir
+from astraflow.config.rooms import build, check_options, resolve
+from astraflow.config.schema import PolicySection, RunConfig
+from astraflow.contracts import Source
+from astraflow.errors import ConfigError
+from astraflow.models.chat import ChatTokenizer
+from astraflow.models.load import load_model, load_tensors, state_tensors
+from astraflow.models.registry import model_directory
+from astraflow.training.audit import Auditor
+from astraflow.training.checkpoint import (
+    TrainingState,
+    latest_checkpoint,
+    load_optimizer_tensors,
+    load_state,
+    model_files,
+    optimizer_tensors,
+    save_checkpoint,
+)
+from astraflow.training.packing import rows_from_table
+from astraflow.training.sft import Demonstrations, supervised_steps
+from astraflow.training.step import StepCounts, Stepper, StepSettings
+from astraflow.weights.store import FileStore
+
+SMALL_PARAMETERS = 5_000_000  # below this a second intra-op thread costs more than it computes
+
+log = logging.getLogger(__name__)
+
+
+class Learner:
+    """One policy between two of its versions. `version` is the newest one that was published."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: str,
+        run_dir: Path,
+        threads: int = 0,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Load the newest checkpoint of `run_dir`, or the model of the run file, warm start included.
+
+        Args: threads: intra-op threads; 0: as the run file says. should_stop: True ends a step with StepInterrupted.
+        Raises: ConfigError: options of the loss. ModelError, TrainingError: what cannot be loaded.
+        """
+        self.config, self.policy = config, policy
+        self.section: PolicySection = config.policies[policy]
+        self._should_stop = should_stop
+        self._root = run_dir / "checkpoints" / policy
+        torch.manual_seed(config.run.seed)
+        torch.set_num_threads(threads or self.section.trainer.threads or _automatic_threads(config))
+        resumed = latest_checkpoint(self._root)
+        self._directory = resumed or model_directory(self.section.model, cache_dir(), config.run.seed)
+        self.model = load_model(self._directory)
+        if not threads and not self.section.trainer.threads and self.model.num_parameters() < SMALL_PARAMETERS:
+            torch.set_num_threads(1)
+        self.version = 0
+        self.stepper = self._stepper()
+        self.auditor = Auditor(
+            self.section.trainer.audit_trajectories, self.section.batch.max_staleness + 2,
+            self.section.sampling.temperature, self.section.trainer.max_logprob_gap, config.run.seed,
+        )  # fmt: skip
+        self.store = FileStore(run_dir / "weights", policy, keep=config.weights.keep, durable=False)
+        self._publisher = ThreadPoolExecutor(1, f"publish-{policy}")
+        if resumed is None:
+            self._start_fresh()
+        else:
+            self._restore(load_state(resumed))
+        self._remember_and_publish()
+
+    def train(self, table: pa.Table) -> dict[str, float]:
+        """One step on the rows of a batch; the next version is visible when this returns. Metrics by slash name."""
+        rows = rows_from_table(table)
+        metrics = self.stepper.step(rows, self.version)
+        self.version += 1
+        tensors = self._copy()
+        publishing = self._publisher.submit(self._publish, self.version, tensors)
+        begin = time.perf_counter()
+        metrics |= self.auditor.audit(self.model, rows, self.version, self.section.batch.tokens_per_microbatch)
+        metrics["perf/audit_s"] = time.perf_counter() - begin
+        self.auditor.remember(self.version, tensors)
+        metrics["perf/publish_s"] = publishing.result()
+        metrics["weights/kept_existing"] = float(self.store.num_kept_existing)
+        if metrics.get("logprob_gap/alarm"):
+            log.warning(
+                "logprob_gap/p99=%.4g is above trainer.max_logprob_gap=%g; compare dtype, temperature and template of "
+                "engine and trainer", metrics["logprob_gap/p99"], self.section.trainer.max_logprob_gap,
+            )  # fmt: skip
+        return metrics
+
+    def save(self) -> Path:
+        """Write a checkpoint of `version`; everything after it can be done again bit for bit."""
+        counts = self.stepper.counts
+        state = TrainingState(
+            version=self.version,
+            step=counts.step,
+            skipped=counts.skipped,
+            skipped_in_a_row=counts.skipped_in_a_row,
+            optimizer=optimizer_tensors(self.model, self.stepper.optimizer),
+            audit_versions={v: t for v, t in self.auditor.versions.items() if v != self.version},
+            master=state_tensors(self.model) if self._bfloat16 else None,
+        )
+        path = save_checkpoint(self._root, self.model, self._directory, state)
+        self._directory = path  # the files of the one it came from may go
+        log.info("checkpoint of version %d at %s", self.version, path)
+        return path
+
+    def close(self) -> None:
+        """End the publisher thread."""
+        self._publisher.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def _bfloat16(self) -> bool:
+        return self.section.trainer.dtype == "bfloat16"
+
+    def _stepper(self) -> Stepper:
+        spec, where = self.section.algorithm.loss, f"policies.{self.policy}.algorithm.loss"
+        if problems := check_options(resolve("losses", spec.type, f"{where}.type"), spec.options, where, set()):
+            raise ConfigError("run file", problems)
+        loss: PolicyLoss = build("losses", spec.type, spec.options, where)
+        settings = StepSettings(
+            optimizer=self.section.optimizer,
+            total_steps=self.config.run.steps,
+            tokens_per_microbatch=self.section.batch.tokens_per_microbatch,
+            temperature=self.section.sampling.temperature,
+            autocast=self._bfloat16,
+        )
+        return Stepper(self.model, loss, settings, self._should_stop)
+
+    def _start_fresh(self) -> None:
+        section = self.section.warm_start
+        if section is None:
+            return
+        spec = self.config.sources[section.source]
+        source: Source = build("sources", spec.type, spec.options, f"sources.{section.source}")
+        demonstrations = Demonstrations(
+            source, section.source, ChatTokenizer(self._directory), section.batch, self.config.run.seed
+        )
+        metrics = supervised_steps(
+            self.model, demonstrations, section, self.section.optimizer, self.section.batch.tokens_per_microbatch,
+            self._should_stop,
+        )  # fmt: skip
+        log.info("warm start: %d steps in %.1f s, loss %.4f", section.steps, metrics["perf/wall_s"], metrics["loss"])
+        self.save()  # a restart before the first checkpoint of the run must not learn it all again
+
+    def _restore(self, state: TrainingState) -> None:
+        if state.master is not None:
+            load_tensors(self.model, state.master)
+        load_optimizer_tensors(self.model, self.stepper.optimizer, state.optimizer)
+        self.stepper.counts = StepCounts(state.step, state.skipped, state.skipped_in_a_row)
+        self.version = state.version
+        for version, tensors in sorted(state.audit_versions.items()):
+            self.auditor.remember(version, tensors)
+        log.info("resumed at version %d from %s", self.version, self._directory)
+
+    def _remember_and_publish(self) -> None:
+        tensors = self._copy()
+        self.auditor.remember(self.version, tensors)
+        self._publish(self.version, tensors)
+
+    def _copy(self) -> dict[str, torch.Tensor]:
+        """The weights as published: a copy that later steps do not change."""
+        dtype = torch.bfloat16 if self._bfloat16 else torch.float32
+        return {
+            name: tensor.detach().to("cpu", dtype, copy=True) if tensor.is_floating_point() else tensor.cpu().clone()
+            for name, tensor in state_tensors(self.model).items()
+        }
+
+    def _publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> float:
+        begin = time.perf_counter()
+        self.store.publish(version, tensors, model_files(self._directory), keep_existing=True)
+        return time.perf_counter() - begin
+
+
+def _automatic_threads(config: RunConfig) -> int:
+    return max(1, (os.cpu_count() or 1) // (len(config.policies) + len(config.rollout.nodes)))
