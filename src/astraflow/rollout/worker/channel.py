@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -112,8 +112,7 @@ class Channel(asyncio.Protocol):
         self._incoming = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is one without saying so
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None

@@ -1,6 +1,6 @@
 """`llm["actor"]` as a workflow sees it: an OpenAI-compatible client that speaks over the worker's channel.
 
-`await llm["actor"].chat(messages, tools=...)` gives a `Reply`. `llm["actor"].chat.completions.create(messages=...)` gives
+`await llm["actor"].chat(messages, tools=...)` gives a `Reply`; `await llm["actor"].chat.completions.create(...)` gives
 what an AsyncOpenAI client gives. The request is the very JSON that goes over HTTP, so both reach the same function of
 the gateway. Streaming, and agents with a client of their own, use `base_url` and `api_key`.
 """

@@ -1,0 +1,165 @@
+"""A whole node against the real dataflow service, with the scripted engine: all in this process but the workers."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+from rollout_scripts import EOS, ids, text
+
+from astraflow.config.load import check_run
+from astraflow.dataflow.client import DataflowClient
+from astraflow.dataflow.service import create_dataflow_app, serve_dataflow
+from astraflow.errors import AstraFlowError, Unreachable
+from astraflow.rollout.node import NodeOptions, serve_node
+from astraflow.rollout.pool import PoolLimits
+from astraflow.types import BatchHeader
+from astraflow.weights.store import FileStore
+from astraflow.wire.codec import flat_values, list_lengths
+from astraflow.wire.messages import Resume
+
+LIMITS = PoolLimits(pulse_s=0.05, stall_s=0.5, grace_s=0.3)
+
+
+def run_file(**changes):
+    raw = {
+        "run": {"name": "node-test", "steps": 3},
+        "sources": {"train": {"type": "calculator"}},
+        "workflow": {"type": "tool_use", "environment": "calculator", "max_turns": 2, "group_size": 2, "timeout_s": 20},
+        "policies": {
+            "actor": {
+                "model": "tiny-char",
+                "engine": {"type": "scripted", "script": "rollout_scripts:right_calls", "logprob": -7.25},
+                "operators": ["keep_all"],
+                "batch": {"groups": 2, "max_staleness": 1},
+                "sampling": {"max_tokens": 8},
+            }
+        },
+        "dataflow": {"heartbeat_s": 0.1},
+    }
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        table = raw
+        for part in parents:
+            table = table[part]
+        table[last] = value
+    return check_run(raw, "test")
+
+
+class Service:
+    """The dataflow service of one run, and what a trainer would do to it."""
+
+    def __init__(self, config, directory):
+        self.config, self.directory = config, directory
+        self.store = FileStore(directory / "weights", "actor", durable=False)
+        self.version = 0
+        self.url = ""
+
+    @asynccontextmanager
+    async def running(self, port=0):
+        app = create_dataflow_app(self.config, self.directory, None)
+        stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
+        server = asyncio.create_task(serve_dataflow(app, "127.0.0.1", port, url.set_result, stop))
+        self.url = await url
+        self.client = DataflowClient(self.url)
+        try:
+            yield self
+        finally:
+            stop.set()
+            await server
+            self.client.close()
+
+    async def resume(self):
+        self.store.publish(self.version, {"w": torch.full((4,), float(self.version))})
+        run = await asyncio.to_thread(self.client.run)
+        resume = Resume(trainer_id="t", version=self.version, urls=(self.store.url,), run_id=run.run_id)
+        await asyncio.to_thread(self.client.resume, "actor", resume)
+
+    async def batch(self):
+        return await asyncio.to_thread(lambda: self.client.batch("actor", "t", self.version, wait_s=15))
+
+    async def train(self) -> tuple[BatchHeader, object]:
+        header, table = await self.batch()
+        self.version += 1
+        self.store.publish(self.version, {"w": torch.full((4,), float(self.version))})
+        await asyncio.to_thread(self.client.ack, header, "t")
+        return header, table
+
+    def node(self, tmp_path, **options):
+        return NodeOptions(
+            dataflow_url=self.url, name="n", concurrency=8, cache=tmp_path / "cache", limits=LIMITS,
+            **{"give_up_s": 5.0, **options},
+        )  # fmt: skip
+
+
+@pytest.fixture
+def service(tmp_path):
+    (tmp_path / "run").mkdir()
+    return lambda **changes: Service(run_file(**changes), tmp_path / "run")
+
+
+async def test_two_turns_are_committed_token_by_token(service, tmp_path):
+    async with service().running() as running:
+        node = asyncio.create_task(serve_node(running.node(tmp_path)))
+        await running.resume()
+        header, table = await running.train()
+        assert header.num_episodes == table.num_rows == 4
+        for row in table.to_pylist():
+            sequence = text(row["token_ids"])
+            problem = sequence[5:8]
+            answer = sequence[sequence.index("<", 5) + 1 :].removeprefix("eos>")
+            assert sequence.startswith(f"<bos>{problem}?[{problem}]<eos><")
+            call, said = [*ids(f"[{problem}]"), EOS], [*ids(answer.split("<eos>")[0].split(">")[1]), EOS]
+            given = len(row["token_ids"]) - 5 - len(call) - len(said)
+            assert row["loss_mask"] == [False] * 5 + [True] * len(call) + [False] * given + [True] * len(said)
+            assert row["call_index"] == [-1] * 5 + [0] * len(call) + [-1] * given + [1] * len(said)
+            mask = np.array(row["loss_mask"])
+            assert set(np.array(row["behavior_logprobs"])[mask]) == {-7.25}
+            assert set(np.array(row["versions"])[mask]) == {0}
+            assert set(np.array(row["versions"])[~mask]) == {-1}
+            assert row["reward"] == 1.0
+            assert (row["finish_reason"], row["truncated"], row["parent_branch"]) == ("stop", False, -1)
+        assert list_lengths(table["token_ids"].combine_chunks()).sum() == len(
+            flat_values(table["versions"].combine_chunks())
+        )
+        await running.train()
+        _, third = await running.train()
+        assert max(max(v) for v in third["versions"].to_pylist()) >= 1
+        await asyncio.wait_for(node, 10)  # the run is over
+
+
+async def test_a_restart_of_the_service_is_survived(service, tmp_path):
+    services = service(policies__actor__engine={
+        "type": "scripted", "script": "rollout_scripts:right_calls", "delay_s": 0.3,
+    })  # fmt: skip
+    async with services.running() as running:
+        node = asyncio.create_task(serve_node(running.node(tmp_path)))
+        await running.resume()
+        port = int(running.url.rpartition(":")[2])
+        while not any(n["stats"].get("calls") for n in (await asyncio.to_thread(running.client.status))["nodes"]):
+            await asyncio.sleep(0.02)
+    async with services.running(port) as running:
+        await running.resume()
+        for _ in range(3):
+            await running.train()
+        await asyncio.wait_for(node, 10)
+
+
+async def test_a_service_that_stays_away_ends_the_node_by_name(service, tmp_path):
+    async with service().running() as running:
+        node = asyncio.create_task(serve_node(running.node(tmp_path, give_up_s=0.5)))
+        await running.resume()
+        await running.batch()
+    with pytest.raises(Unreachable, match="given up after"):
+        await asyncio.wait_for(node, 20)
+
+
+async def test_a_workflow_that_cannot_be_built_ends_the_node(service, tmp_path):
+    async with service(workflow__environment="nonsense").running() as running:
+        node = asyncio.create_task(serve_node(running.node(tmp_path)))
+        with pytest.raises(AstraFlowError, match=r"workflow\.environment.*nonsense"):
+            await asyncio.wait_for(node, 20)
+        assert not (await asyncio.to_thread(running.client.status))["nodes"]

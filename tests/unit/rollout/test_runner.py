@@ -1,0 +1,243 @@
+"""Episodes on real worker processes: what a workflow does and how its episode ends."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from rollout_scripts import EOS, IDS, SYMBOLS, ids, right_calls
+
+from astraflow.engines.scripted import ScriptedEngine
+from astraflow.errors import AstraFlowError
+from astraflow.rollout.gateway.core import Gateway
+from astraflow.rollout.gateway.endpoint import PolicyEndpoint
+from astraflow.rollout.gateway.tools import BracketParser
+from astraflow.rollout.pool import PoolLimits, WorkerPool
+from astraflow.rollout.runner import Runner, RunnerOptions
+from astraflow.rollout.worker.channel import Hello
+from astraflow.types import EpisodeLease, Sampling, Task
+
+LIMITS = PoolLimits(pulse_s=0.05, stall_s=0.6, grace_s=0.3, max_left_running=2)
+
+
+class CharChat:
+    """One id per character; messages one after the other, EOS after an assistant's."""
+
+    eos_ids = (EOS,)
+
+    def render(self, messages, tools, *, add_generation_prompt):
+        return "".join(m["content"] + ("<eos>" if m["role"] == "assistant" else "") for m in messages)
+
+    def encode(self, text):
+        return [i for part in text.split("<eos>") for i in [*ids(part), EOS]][:-1]
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return "".join(SYMBOLS[i] for i in token_ids if not (skip_special_tokens and i < 3))
+
+
+def lease(kind, number=0, *, timeout_s=20.0, attempt=1, version=0):
+    return EpisodeLease(
+        episode_id=f"train/0/{number}/0", group_id=f"train/0/{number}", attempt=attempt,
+        task=Task("train", number, 0, {"kind": kind, "text": "1+1?"}), timeout_s=timeout_s,
+        min_versions={"actor": version}, sampling={"actor": Sampling(max_tokens=16)},
+    )  # fmt: skip
+
+
+class Bench:
+    """A runner on one worker; episodes land in `episodes` in the order in which they end."""
+
+    def __init__(self, workflow, engine):
+        self.engine = engine
+        self.gateway = Gateway({"actor": PolicyEndpoint(engine, CharChat(), BracketParser())})
+        hello = Hello(f"rollout_scripts:{workflow}", {}, ["actor"], "http://127.0.0.1:1/v1", LIMITS.pulse_s)
+        self.pool = WorkerPool(1, hello, lambda: self.runner.start_waiting(), LIMITS)
+        self.episodes = []
+        self.ended = asyncio.Event()
+        self.runner = Runner(RunnerOptions("n", 100), self.gateway, {"actor": engine}, self.pool, self._add)
+
+    def _add(self, episode):
+        self.episodes.append(episode)
+        self.ended.set()
+
+    async def play(self, *leases, count=None):
+        """The episodes of these leases, by task row."""
+        self.runner.accept(leases)
+        async with asyncio.timeout(20):
+            while len(self.episodes) < (len(leases) if count is None else count):
+                self.ended.clear()
+                await self.ended.wait()
+        return [e for _, e in sorted((e.task.row, e) for e in self.episodes)]
+
+
+@asynccontextmanager
+async def bench(workflow="play_by_kind", *, held=False, max_context=4096, version=0):
+    engine = ScriptedEngine(right_calls, held=held, max_context=max_context)
+    if version >= 0:
+        engine.load_weights(version, {})
+    made = Bench(workflow, engine)
+    await made.pool.start()
+    watch = asyncio.create_task(made.pool.watch())
+    try:
+        yield made
+    finally:
+        watch.cancel()
+        await made.pool.close()
+
+
+async def test_every_ending_is_data():
+    kinds = {
+        "raise": "workflow: KeyError: 'boom'",
+        "nan": "reward: reward=nan is not finite",
+        "text": "reward: str 'good' is not a number",
+        "silent": "workflow: the episode ended without one answered call",
+        "unknown_policy": "reward: policy='judge' is not in this episode",
+        "stream": "gateway: stream=true works over HTTP only",
+        "overlong": "overlong: prompt_tokens=5000 must be below the maximum context length of 4096",
+        "outcome": None,
+        "none": None,
+        "openai": None,
+    }
+    async with bench() as made:
+        episodes = await made.play(*(lease(kind, i) for i, kind in enumerate(kinds)))
+        for episode, (kind, error) in zip(episodes, kinds.items(), strict=True):
+            assert (episode.error or "").startswith(error or "") and bool(episode.error) == bool(error), (
+                kind,
+                episode.error,
+            )
+            assert bool(episode.trajectories) == (error is None)
+        by_kind = dict(zip(kinds, episodes, strict=True))
+        assert by_kind["outcome"].trajectories[0].reward == 0.5
+        assert by_kind["outcome"].metrics == {"success": 1.0}
+        assert by_kind["none"].trajectories[0].reward is None
+        assert by_kind["openai"].trajectories[0].reward == len("[1+1]") + 6
+        assert made.runner.endings["done"] == 3
+        assert made.runner.endings["reward"] == 3
+        assert made.runner.free == 100
+
+
+async def test_a_hanging_episode_ends_at_its_deadline_and_its_neighbours_go_on():
+    async with bench() as made:
+        slow, quick = await made.play(lease("hang", 0, timeout_s=0.5), lease("outcome", 1))
+        assert slow.error.startswith("timeout: the episode ran longer than")
+        assert quick.error is None
+        assert made.pool.num_restarts == 0
+
+
+async def test_a_blocked_worker_is_killed_and_started_again():
+    async with bench() as made:
+        blocked, neighbour = await made.play(lease("block", 0, timeout_s=0.5), lease("hang", 1))
+        assert blocked.error.startswith("timeout:")
+        assert neighbour.error.startswith("worker_killed:")
+        after = await made.play(lease("outcome", 2), count=3)
+        assert after[2].error is None
+        assert made.pool.num_restarts == 1
+
+
+async def test_a_workflow_that_ignores_its_cancellation_is_given_up():
+    async with bench() as made:
+        episodes = await made.play(*(lease("stubborn", i, timeout_s=0.3) for i in range(2)))
+        assert all(e.error.startswith("timeout:") for e in episodes)
+        after = await made.play(lease("outcome", 5), count=3)
+        assert after[-1].error is None
+
+
+async def test_a_plain_function_runs_in_a_thread_and_may_hang_there():
+    async with bench("in_a_thread") as made:
+        hung, quick = await made.play(lease("block", 0, timeout_s=0.4), lease("fine", 1))
+        assert hung.error.startswith("timeout:")
+        assert (quick.error, quick.trajectories[0].reward) == (None, 5.0)
+        assert made.pool.num_restarts == 0
+        await made.play(lease("block", 2, timeout_s=0.4), count=3)  # the second stuck thread: the worker is replaced
+        after = await made.play(lease("fine", 3), count=4)
+        assert after[-1].error is None
+        async with asyncio.timeout(10):
+            while not made.pool.num_restarts:
+                await asyncio.sleep(0.02)
+
+
+async def test_a_call_that_the_workflow_gives_up_is_cancelled_and_not_trained():
+    async with bench(held=True) as made:
+        made.runner.accept([lease("give_up")])
+        async with asyncio.timeout(10):
+            while len(made.engine.seen) < 2:
+                await asyncio.sleep(0.01)
+        made.engine.release()
+        (episode,) = await made.play(count=1)
+        (trajectory,) = episode.trajectories
+        assert trajectory.token_ids.tolist() == [*ids("1+1?[1+1]"), EOS]
+        assert made.gateway.stats()["gateway/cancelled"] == 1
+
+
+async def test_an_episode_waits_for_its_weights():
+    async with bench() as made:
+        made.runner.accept([lease("outcome", version=2)])
+        assert (made.runner.num_in_play, made.runner.num_waiting, made.gateway.stats()["gateway/open_episodes"]) == (
+            1,
+            1,
+            0,
+        )
+        made.engine.load_weights(1, {})
+        made.runner.start_waiting()
+        assert made.runner.num_waiting == 1
+        made.engine.load_weights(2, {})
+        made.runner.start_waiting()
+        (episode,) = await made.play(count=1)
+        assert set(episode.trajectories[0].versions[episode.trajectories[0].loss_mask].tolist()) == {2}
+
+
+async def test_weights_that_never_come_are_an_error_that_names_them():
+    async with bench() as made:
+        made.runner.accept([lease("outcome", version=9, timeout_s=0.1)])
+        await asyncio.sleep(0.15)
+        made.runner.expire_waiting()
+        assert made.episodes[0].error.startswith("weights: of actor did not come in")
+
+
+async def test_a_cancelled_episode_is_stopped_and_not_committed():
+    async with bench(held=True) as made:
+        made.runner.accept([lease("outcome", 0), lease("outcome", 1, version=5)])
+        async with asyncio.timeout(10):
+            while not made.engine.seen:
+                await asyncio.sleep(0.01)
+        made.runner.cancel(["train/0/0/0", "train/0/1/0", "unknown"])
+        async with asyncio.timeout(10):
+            while made.runner.endings["cancelled"] < 2:
+                await asyncio.sleep(0.01)
+        assert made.episodes == []
+        assert made.engine.stats()["running"] == 0
+        assert made.gateway.stats()["gateway/open_episodes"] == 0
+
+
+async def test_a_newer_attempt_replaces_an_older_one_and_a_repeated_lease_is_played_once():
+    async with bench(held=True) as made:
+        made.runner.accept([lease("outcome")])
+        made.runner.accept([lease("outcome")])
+        assert made.runner.num_in_play == 1
+        made.runner.accept([lease("outcome", attempt=2)])
+        assert made.runner.num_in_play == 1
+        made.engine.release()
+        (episode,) = await made.play(count=1)
+        assert episode.attempt == 2
+
+
+async def test_a_broken_workflow_is_said_at_the_start():
+    engine = ScriptedEngine([EOS])
+    made = Bench("no_such_function", engine)
+    with pytest.raises(AstraFlowError, match="no_such_function"):
+        await made.pool.start()
+    await made.pool.close()
+
+
+async def test_room_waits_for_free_places():
+    async with bench() as made:
+        assert await made.runner.room(100) == 100
+        made.runner.accept([lease("hang", i, timeout_s=0.3) for i in range(4)])
+        assert made.runner.free == 96
+        async with asyncio.timeout(10):
+            assert await made.runner.room(100) == 100
+
+
+def test_the_vocabulary_of_the_scripts_is_that_of_the_model():
+    assert right_calls(np.array([IDS[c] for c in "3*4?"]), 0) == [*ids("[3*4]"), EOS]
