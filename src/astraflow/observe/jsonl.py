@@ -47,6 +47,30 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         content = path.read_bytes()
     except FileNotFoundError:
         return []
+    return _decode(content, path)
+
+
+class JsonlTail:
+    """The rows that were added to a file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        """Whole new rows, oldest first; a line that is still being written comes the next time."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return _decode(whole, self._path)
+
+
+def _decode(content: bytes, path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     num_torn = 0
     for line in content.split(b"\n"):

@@ -31,47 +31,20 @@ class Metric(NamedTuple):
     buckets: tuple[float, ...] = ()  # upper bounds, rising; histograms only
 
 
-_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
-_VERSIONS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
-_REWARDS = (-1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-_TOKENS = (16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0)
-
 METRICS: tuple[Metric, ...] = (
-    # dataflow
-    Metric("astraflow_groups_admitted_total", "counter", "groups", "tasks admitted", ("policy",)),
-    Metric("astraflow_groups_trained_total", "counter", "groups", "groups in acknowledged steps", ("policy",)),
-    Metric("astraflow_groups_dropped_total", "counter", "groups", "groups dropped, by reason", ("policy", "reason")),
-    Metric("astraflow_groups_in_flight", "gauge", "groups", "admitted, neither trained nor dropped", ("policy",)),
+    Metric("astraflow_policy_version", "gauge", "version", "newest weight version", ("policy",)),
     Metric("astraflow_queue_groups", "gauge", "groups", "groups that wait for a batch", ("policy",)),
-    Metric("astraflow_episodes_total", "counter", "episodes", "commits by result", ("result",)),
-    Metric("astraflow_episode_seconds", "histogram", "s", "duration of an episode on its node", (), _SECONDS),
-    Metric("astraflow_episode_reward", "histogram", "reward", "reward of scored episodes", ("policy",), _REWARDS),
-    Metric("astraflow_episode_tokens", "histogram", "tokens", "sampled tokens of an episode", ("policy",), _TOKENS),
-    Metric("astraflow_leases_expired_total", "counter", "leases", "leases that ran out", ("kind",)),
-    Metric("astraflow_nodes", "gauge", "nodes", "nodes in the pool by state", ("state",)),
-    Metric("astraflow_step", "gauge", "steps", "newest acknowledged step", ("policy",)),
-    Metric("astraflow_reward_mean", "gauge", "reward", "mean reward of the newest batch", ("policy",)),
-    Metric("astraflow_success_mean", "gauge", "share", "success rate of the newest batch", ("policy",)),
-    Metric("astraflow_eval_success", "gauge", "share", "success rate of the newest evaluation round", ()),
-    Metric("astraflow_staleness", "histogram", "versions", "staleness of trained trajectories", ("policy",), _VERSIONS),
-    Metric("astraflow_journal_bytes_total", "counter", "bytes", "bytes written to journal and segments", ()),
-    Metric("astraflow_request_seconds", "histogram", "s", "time to answer, long polls left out", ("route",), _SECONDS),
-    Metric("astraflow_failures_total", "counter", "requests", "requests answered with an error", ("kind",)),
-    # rollout node
-    Metric("astraflow_sampled_tokens_total", "counter", "tokens", "tokens sampled by engines", ("policy",)),
-    Metric("astraflow_prefill_tokens_total", "counter", "tokens", "prompt tokens computed by engines", ("policy",)),
-    Metric("astraflow_engine_busy_seconds_total", "counter", "s", "time engines computed", ("policy",)),
-    Metric("astraflow_engine_running", "gauge", "requests", "requests being decoded", ("policy",)),
-    Metric("astraflow_engine_waiting", "gauge", "requests", "requests that wait for a slot", ("policy",)),
-    Metric("astraflow_weight_version", "gauge", "version", "weight version in force", ("policy",)),
-    Metric("astraflow_weight_fetch_seconds", "histogram", "s", "fetch and verify a version", ("policy",), _SECONDS),
-    Metric("astraflow_weight_fetch_failures_total", "counter", "fetches", "stores that failed to give it", ("policy",)),
-    # trainer
-    Metric("astraflow_step_seconds", "histogram", "s", "pull to acknowledgement of a step", ("policy",), _SECONDS),
-    Metric("astraflow_trainer_wait_seconds_total", "counter", "s", "time a trainer waited for batches", ("policy",)),
-    Metric("astraflow_trained_tokens_total", "counter", "tokens", "tokens in the loss", ("policy",)),
-    Metric("astraflow_publish_seconds", "histogram", "s", "publish a version", ("policy",), _SECONDS),
-    Metric("astraflow_logprob_gap_p99", "gauge", "nats", "engine against trainer, newest audit", ("policy",)),
+    Metric("astraflow_groups_in_flight", "gauge", "groups", "admitted, neither trained nor dropped", ("policy",)),
+    Metric("astraflow_groups_limit", "gauge", "groups", "groups that may be in flight", ("policy",)),
+    Metric("astraflow_groups_admitted_total", "counter", "groups", "groups admitted", ("policy",)),
+    Metric("astraflow_groups_trained_total", "counter", "groups", "groups of acknowledged steps", ("policy",)),
+    Metric("astraflow_groups_dropped_total", "counter", "groups", "groups dropped, by reason", ("policy", "reason")),
+    Metric("astraflow_episodes_committed_total", "counter", "episodes", "episodes accepted"),
+    Metric("astraflow_episodes_refused_total", "counter", "episodes", "episodes of older attempts, refused"),
+    Metric("astraflow_episode_errors_total", "counter", "episodes", "episodes that ended with an error", ("kind",)),
+    Metric("astraflow_leases_lost_total", "counter", "leases", "leases that ran out"),
+    Metric("astraflow_node_leases", "gauge", "episodes", "episodes that a node plays", ("node",)),
+    Metric("astraflow_node_stat", "gauge", "as named", "what a node reports in its heartbeats", ("node", "name")),
 )
 """Every metric of AstraFlow. Documented in docs; a test compares."""
 

@@ -1,0 +1,186 @@
+"""What a person sees while a run goes on: a live panel in a terminal, one plain line per step everywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from astraflow.observe.jsonl import JsonlTail
+from astraflow.observe.summary import Row, metric
+
+QUIET_S = 20.0
+"""Without a terminal, a wait longer than this is said once per so many seconds."""
+
+
+class RunDisplay:
+    """The progress of one run. `update` and `note` are called by the launcher, from one thread."""
+
+    def __init__(self, run: str, steps: int, metrics_file: Path | None = None, console: Console | None = None) -> None:
+        self._run, self._steps = run, steps
+        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._tail = JsonlTail(metrics_file) if metrics_file is not None else None
+        self._started = self._spoke = time.monotonic()
+        self._newest: dict[str, Row] = {}  # by policy
+        self._evaluation: Row | None = None
+        self._live: Live | None = None
+        self.status: dict[str, Any] = {}  # the last that came; what the report is written from
+
+    def __enter__(self) -> RunDisplay:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._take_rows()
+        if self._live is not None:
+            self._refresh()
+            self._live.stop()
+
+    def update(self, status: dict[str, Any]) -> None:
+        """The newest reply of /status; new rows of metrics.jsonl are read here, too."""
+        self.status = status
+        self._take_rows()
+        self._refresh()
+        if self._live is None and time.monotonic() - self._spoke > QUIET_S and not status.get("finished"):
+            self._say(waiting_line(status, time.monotonic() - self._started))
+
+    def row(self, row: Row) -> None:
+        """A step or an evaluation round that is done."""
+        if row.get("kind") == "eval":
+            self._evaluation = row
+        else:
+            self._newest[str(row.get("policy", ""))] = row
+        if self._live is None:
+            self._say(eval_line(row) if row.get("kind") == "eval" else step_line(row, self._steps, self.status))
+        else:
+            self._refresh()
+
+    def note(self, text: str) -> None:
+        """One line that stays."""
+        self._say(text)
+
+    def _take_rows(self) -> None:
+        for row in self._tail.new_rows() if self._tail is not None else []:
+            self.row(row)
+
+    def _say(self, text: str) -> None:
+        self._spoke = time.monotonic()
+        self._console.print(Text(text))
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._panel(), refresh=True)
+
+    def _panel(self) -> Group:
+        elapsed = time.monotonic() - self._started
+        done = min((int(row.get("step", 0)) for row in self._newest.values()), default=0)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            Text(self._run, style="bold"),
+            ProgressBar(total=max(1, self._steps), completed=done, width=30),
+            Text(f"step {done}/{self._steps}"),
+            Text(_clock(elapsed)),
+        )
+        lines: list[Any] = [head]
+        for policy, row in self._newest.items():
+            lines.append(Text(f"  {policy}: " + "  ".join(_step_facts(row, self.status))))
+        if self._evaluation is not None:
+            lines.append(Text("  " + eval_line(self._evaluation)))
+        if self.status:
+            lines += [Text(f"  {line}") for line in _pool_lines(self.status)]
+        return Group(*lines)
+
+
+def progress_display(run: str, steps: int, metrics_file: Path | None = None) -> RunDisplay:
+    """The display of a run, to be used with `with`. `metrics_file`: its metrics.jsonl, for rewards and curves."""
+    return RunDisplay(run, steps, metrics_file)
+
+
+def step_line(row: Row, steps: int, status: Mapping[str, Any]) -> str:
+    """One step in one line."""
+    policy = str(row.get("policy", ""))
+    at = metric(row, "time_s", "wall_s")
+    head = f"[{_clock(at)}] " if at is not None else ""
+    return f"{head}{policy} step {row.get('step')}/{steps}  " + "  ".join(_step_facts(row, status))
+
+
+def eval_line(row: Row) -> str:
+    """One evaluation round in one line."""
+    facts = [f"held-out at version {row.get('step')}:"]
+    for name, label in (("eval/success", "success"), ("eval/reward", "reward")):
+        value = metric(row, name)
+        if value is not None:
+            facts.append(f"{label} {value:.3f}")
+    tasks, failed = metric(row, "eval/num_tasks"), metric(row, "eval/num_failed")
+    facts.append(f"({tasks or 0:.0f} tasks" + (f", {failed:.0f} failed episodes)" if failed else ")"))
+    return " ".join(facts)
+
+
+def waiting_line(status: Mapping[str, Any], elapsed_s: float) -> str:
+    """What the run waits for, when no step was done for a while."""
+    waits = []
+    for name, policy in dict(status.get("policies", {})).items():
+        gate = policy.get("gate", {})
+        waits.append(
+            f"{name} waits for step {int(policy.get('version', 0)) + 1}: {policy.get('queue', 0)} groups are complete, "
+            f"{gate.get('in_flight', 0)} of {gate.get('limit', 0)} in flight"
+        )
+    nodes = status.get("nodes", [])
+    return f"[{_clock(elapsed_s)}] " + ("; ".join(waits) or "the run starts") + f"; {len(nodes)} nodes"
+
+
+def _step_facts(row: Row, status: Mapping[str, Any]) -> list[str]:
+    facts = []
+    for label, shape, names in (
+        ("reward", "{:.3f}", ("reward/mean",)),
+        ("success", "{:.3f}", ("success/mean",)),
+        ("staleness", "{:.2f}", ("staleness/mean",)),
+        ("queue", "{:.0f}", ("queue/groups",)),
+        ("tok/s", "{:,.0f}", ("nodes/tokens_per_s", "perf/loop_tokens_per_s")),
+        ("gap", "{:.1e}", ("logprob_gap/p99",)),
+        ("idle node", "{:.0%}", ("nodes/idle_fraction",)),
+        ("trainer", "{:.0%}", ("perf/idle_fraction",)),
+    ):
+        value = metric(row, *names)
+        if value is not None:
+            facts.append(f"{label} {shape.format(value)}")
+    count = metric(row, "nodes/count")
+    facts.append(f"nodes {count if count is not None else len(status.get('nodes', [])):.0f}")
+    return facts
+
+
+def _pool_lines(status: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for node in status.get("nodes", []):
+        versions = " ".join(f"{name} v{version}" for name, version in dict(node.get("versions", {})).items())
+        silent = node.get("silent_s") or 0.0
+        late = f"  silent for {silent:.0f} s" if silent > 5 else ""
+        lines.append(f"{node.get('name')}: plays {node.get('leased')} of {node.get('capacity')}  {versions}{late}")
+    account = status.get("accounting", {})
+    if account:
+        dropped = "  ".join(f"{reason} {count}" for reason, count in dict(account.get("dropped", {})).items())
+        lines.append(
+            f"tasks: {account.get('admitted')} admitted, {account.get('trained')} trained, "
+            f"{account.get('in_flight')} in flight" + (f"; dropped: {dropped}" if dropped else "")
+        )
+    rounds = status.get("evaluation", {}).get("open", [])
+    lines += [f"evaluation of version {r['version']}: {r['done']} of {r['of']} tasks" for r in rounds]
+    return lines
+
+
+def _clock(seconds: float | None) -> str:
+    minutes, rest = divmod(int(seconds or 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"

@@ -1,0 +1,193 @@
+"""A run in numbers: the rows of metrics.jsonl and the last /status become `report/summary.json`.
+
+Rows are flat: `{kind: "step" | "eval", policy, step, time_s, <metric>: <number>, ...}`; a missing metric gives None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Row = Mapping[str, Any]
+
+_STALENESS = "staleness/count/"
+
+
+def metric(row: Row, *names: str) -> float | None:
+    """The first of `names` that the row has as a number."""
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    return None
+
+
+def series(rows: Iterable[Row], *names: str) -> list[tuple[int, float, float]]:
+    """(step, run time in s, value) of the rows that have one of the metrics; policies that share a step: their mean."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for row in rows:
+        value = metric(row, *names)
+        if value is not None:
+            found.setdefault(int(row.get("step", 0)), []).append((metric(row, "time_s", "wall_s") or 0.0, value))
+    return [
+        (step, max(at for at, _ in points), sum(value for _, value in points) / len(points))
+        for step, points in sorted(found.items())
+    ]
+
+
+def steps_of(rows: Iterable[Row]) -> list[Row]:
+    """Rows of optimizer steps."""
+    return [row for row in rows if row.get("kind") == "step"]
+
+
+def evals_of(rows: Iterable[Row]) -> list[Row]:
+    """Rows of evaluation rounds."""
+    return [row for row in rows if row.get("kind") == "eval"]
+
+
+def rewards_of(rows: Sequence[Row]) -> list[tuple[int, float, float]]:
+    """Mean training reward by step."""
+    return series(steps_of(rows), "reward/mean")
+
+
+def successes_of(rows: Sequence[Row]) -> tuple[str, list[tuple[int, float, float]]]:
+    """("held-out", by version) when the run was evaluated, else ("training", by step)."""
+    held_out = series(evals_of(rows), "eval/success")
+    return ("held-out", held_out) if held_out else ("training", series(steps_of(rows), "success/mean"))
+
+
+def staleness_counts(rows: Iterable[Row]) -> dict[int, int]:
+    """Trained trajectories by staleness."""
+    counts: dict[int, int] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith(_STALENESS):
+                versions = int(name.removeprefix(_STALENESS))
+                counts[versions] = counts.get(versions, 0) + int(value)
+    return dict(sorted(counts.items()))
+
+
+def summarise(rows: Sequence[Row], status: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The content of summary.json. `status`: the last reply of /status; without it the last rows stand in.
+
+    reward: training batches, start and end are means of up to 5 steps, best the best such mean. success: evaluation
+    rounds when there are any. idle: fraction of time nodes and trainers did not compute. logprob_gap: p50 the median
+    over steps, p99 and max the worst step.
+    """
+    steps = steps_of(rows)
+    times = [at for row in rows if (at := metric(row, "time_s", "wall_s")) is not None]
+    wall_s = max([*times, float((status or {}).get("time_s") or 0.0)], default=0.0)
+    kind, successes = successes_of(rows)
+    return {
+        "steps": max((int(row.get("step", 0)) for row in steps), default=0),
+        "wall_s": round(wall_s, 3),
+        "reward": _span([value for _, _, value in rewards_of(rows)], window=5),
+        "success": _span([value for _, _, value in successes], window=1 if kind == "held-out" else 5),
+        "idle": {"node": _node_idle(steps), "trainer": _trainer_idle(steps)},
+        "staleness": _staleness(steps),
+        "logprob_gap": {
+            "p50": _over(steps, "logprob_gap/p50", np.median),
+            "p99": _over(steps, "logprob_gap/p99", np.max),
+            "max": _over(steps, "logprob_gap/max", np.max),
+        },
+        "accounting": accounting(steps, status),
+        "tokens_per_s": _tokens_per_s(steps, wall_s),
+        "versions": _versions(steps, status),
+    }
+
+
+def accounting(steps: Sequence[Row], status: Mapping[str, Any] | None) -> dict[str, Any]:
+    """admitted = trained + dropped + in_flight, in tasks; without a status from the last rows, summed over policies."""
+    if status is not None and isinstance(status.get("accounting"), Mapping):
+        account = status["accounting"]
+        return {
+            "admitted": int(account.get("admitted", 0)),
+            "trained": int(account.get("trained", 0)),
+            "dropped": {str(reason): int(count) for reason, count in dict(account.get("dropped", {})).items()},
+            "in_flight": int(account.get("in_flight", 0)),
+        }
+    total: dict[str, Any] = {"admitted": 0, "trained": 0, "dropped": {}, "in_flight": 0}
+    for row in {str(row.get("policy")): row for row in steps}.values():
+        for name in ("admitted", "trained", "in_flight"):
+            total[name] += int(metric(row, f"groups/{name}") or 0)
+        for name, value in row.items():
+            if name.startswith("groups/dropped/"):
+                reason = name.removeprefix("groups/dropped/")
+                total["dropped"][reason] = total["dropped"].get(reason, 0) + int(value)
+    return total
+
+
+def law_holds(account: Mapping[str, Any]) -> bool:
+    """Whether each admitted task is accounted for exactly once."""
+    return bool(account["admitted"] == account["trained"] + sum(account["dropped"].values()) + account["in_flight"])
+
+
+def _span(values: Sequence[float], window: int) -> dict[str, float | None]:
+    if not values:
+        return {"start": None, "end": None, "best": None}
+    width = max(1, min(window, len(values) // 3))
+    means = np.convolve(values, np.ones(width) / width, mode="valid")
+    return {"start": float(means[0]), "end": float(means[-1]), "best": float(means.max())}
+
+
+def _staleness(steps: Sequence[Row]) -> dict[str, float | None]:
+    counts = staleness_counts(steps)
+    total = sum(counts.values())
+    if not total:
+        worst = _over(steps, "staleness/max", np.max)
+        return {"mean": _over(steps, "staleness/mean", np.mean), "p99": worst, "max": worst}
+    seen = [versions for versions, count in counts.items() if count]
+    reached = np.cumsum(list(counts.values())) >= 0.99 * total
+    return {
+        "mean": sum(versions * count for versions, count in counts.items()) / total,
+        "p99": float(list(counts)[int(np.argmax(reached))]),
+        "max": float(max(seen)),
+    }
+
+
+def _trainer_idle(steps: Sequence[Row]) -> float | None:
+    pairs = [(metric(row, "perf/wait_s"), metric(row, "perf/busy_s")) for row in steps]
+    known = [(wait, busy) for wait, busy in pairs if wait is not None and busy is not None]
+    total = sum(wait + busy for wait, busy in known)
+    return sum(wait for wait, _ in known) / total if total > 0 else None
+
+
+def _node_idle(steps: Sequence[Row]) -> float | None:
+    return _weighted(steps, "nodes/idle_fraction")
+
+
+def _tokens_per_s(steps: Sequence[Row], wall_s: float) -> float | None:
+    rate = _weighted(steps, "nodes/tokens_per_s")
+    if rate is not None:
+        return rate
+    tokens = [count for row in steps if (count := metric(row, "tokens/sampled")) is not None]
+    return sum(tokens) / wall_s if tokens and wall_s > 0 else None
+
+
+def _weighted(steps: Sequence[Row], name: str) -> float | None:
+    """Mean of a metric that describes the time since the row before, weighted by that time."""
+    total = weight = before = 0.0
+    for row in steps:
+        value, at = metric(row, name), metric(row, "time_s", "wall_s") or 0.0
+        if value is not None:
+            span = max(at - before, 1e-6)
+            total, weight = total + value * span, weight + span
+        before = at
+    return total / weight if weight else None
+
+
+def _over(steps: Sequence[Row], name: str, reduce: Any) -> float | None:
+    values = [value for row in steps if (value := metric(row, name)) is not None]
+    return float(reduce(values)) if values else None
+
+
+def _versions(steps: Sequence[Row], status: Mapping[str, Any] | None) -> dict[str, int]:
+    newest: dict[str, int] = {}
+    for row in steps:
+        policy = str(row.get("policy", ""))
+        newest[policy] = max(newest.get(policy, 0), int(row.get("step", 0)))
+    for policy, state in dict((status or {}).get("policies", {})).items():
+        newest[policy] = max(newest.get(policy, 0), int(state.get("version", 0)))
+    return newest
