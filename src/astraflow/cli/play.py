@@ -2,16 +2,157 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
+from astraflow.cli.run import Recipe, open_run
+from astraflow.errors import ConfigError, EpisodeError, LaunchError
 
-def sft(ctx: typer.Context) -> None:
-    """..."""
+if TYPE_CHECKING:
+    from astraflow.config.schema import RunConfig
+
+Model = Annotated[
+    str, typer.Argument(help="A run directory (its newest checkpoint), a model directory, or a built-in model name.")
+]
+RecipeOption = Annotated[
+    str, typer.Option("--recipe", help="Run file with sources and workflow; default: that of the run directory.")
+]
+Policy = Annotated[str, typer.Option("--policy", help="The policy that MODEL is; needed when there are several.")]
+Source = Annotated[str, typer.Option("--source", help="Default: that of [evaluation], else the training source.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0: greedy.")]
 
 
-def evaluate(ctx: typer.Context) -> None:
-    """..."""
+def sft(
+    ctx: typer.Context,
+    recipe: Recipe,
+    out: Annotated[Path, typer.Option("--out", help="Directory to write the model to.")],
+    policy: Policy = "",
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Intra-op threads of torch.")] = 1,
+) -> None:
+    """Take only the supervised warm start of a policy and save the model; change any setting after the recipe."""
+    config = open_run(recipe, ctx.args)
+    name = choose_policy(config, policy)
+    section = config.policies[name]
+    if section.warm_start is None:
+        raise ConfigError(recipe, [f"policies.{name}.warm_start is missing; it says what sft learns from"])
+    if out.exists():
+        raise LaunchError("out", str(out), "already exists", "give another directory")
+    import torch
+
+    from astraflow.config.env import cache_dir
+    from astraflow.models.registry import model_directory
+    from astraflow.training.sft import run_sft
+
+    torch.set_num_threads(threads)
+
+    def report(step: int, metrics: dict[str, float]) -> None:
+        if step == 1 or step % 20 == 0:
+            typer.echo(
+                f"step {step}/{section.warm_start.steps if section.warm_start else 0}: loss {metrics['loss']:.4f}"
+            )
+
+    source = config.sources[section.warm_start.source]
+    directory = model_directory(section.model, cache_dir(), config.run.seed)
+    metrics = run_sft(directory, out, source, section.warm_start, config.run.seed, report)
+    typer.echo(f"loss {metrics['loss']:.4f}; wrote {out}")
 
 
-def try_out(ctx: typer.Context) -> None:
-    """..."""
+def evaluate(
+    ctx: typer.Context,
+    model: Model,
+    recipe: RecipeOption = "",
+    source: Source = "",
+    policy: Policy = "",
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Episodes of each task.")] = 1,
+    temperature: Temperature = 0.0,
+    num_tasks: Annotated[int, typer.Option("--num-tasks", min=0, help="First tasks of the source; 0: all.")] = 0,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Episodes played at once.")] = 64,
+) -> None:
+    """Measure a model on the tasks of a source and print the result as JSON."""
+    from astraflow.launch.play import PlayOptions, measure, play, tasks_of
+
+    config, models = open_model(model, recipe, policy, ctx.args)
+    chosen = source or default_source(config)
+    tasks = tasks_of(config, chosen, num_tasks)
+    episodes = play(config, models, tasks, PlayOptions(samples, temperature, concurrency))
+    result = {"model": models, "source": chosen, "tasks": len(tasks), "samples": samples, "temperature": temperature}
+    typer.echo(json.dumps(result | measure(episodes), indent=2))
+
+
+def try_out(
+    ctx: typer.Context,
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="Text of the task; default: a row of the source.")] = "",
+    row: Annotated[int, typer.Option("--row", min=0, help="Row of the source.")] = 0,
+    recipe: RecipeOption = "",
+    source: Source = "",
+    policy: Policy = "",
+    temperature: Temperature = 0.0,
+) -> None:
+    """Play one task and print the conversation token by token as the policy saw it, and the reward."""
+    from astraflow.launch.play import PlayOptions, choose_task, conversation, play
+
+    config, models = open_model(model, recipe, policy, ctx.args)
+    task, graded = choose_task(config, source or default_source(config), row, prompt)
+    (episode,) = play(config, models, [task], PlayOptions(1, temperature, 1))
+    typer.echo(f"task  {json.dumps(task.fields, ensure_ascii=False)}")
+    for name, directory in models.items():
+        for sampled, text in conversation(Path(directory), episode, name):
+            typer.echo(f"{name if sampled else 'given'}> {text}")
+    if episode.error is not None:
+        raise EpisodeError(f"the episode failed: {episode.error}")
+    if graded:
+        rewards = {t.policy: t.reward for t in episode.trajectories if t.parent_branch < 0}
+        typer.echo(f"reward {json.dumps(rewards)}  metrics {json.dumps(episode.metrics)}")
+    else:
+        typer.echo("no reward: this text is no row of the source, so its answer is not known")
+
+
+def open_model(model: str, recipe: str, policy: str, overrides: list[str]) -> tuple[RunConfig, dict[str, str]]:
+    """The run file and a model directory for each policy.
+
+    Raises: LaunchError: no run file is known, a run has no checkpoint yet. ModelError: no such model.
+    """
+    from astraflow.config.env import cache_dir
+    from astraflow.launch.rundir import RunDirectory
+    from astraflow.models.registry import model_directory
+
+    path = Path(model).expanduser()
+    run = next(
+        (RunDirectory(p) for p in (path, *path.resolve().parents[2:3]) if (p / "run.resolved.json").is_file()), None
+    )
+    if not recipe and run is None:
+        raise LaunchError(
+            "model", model, "belongs to no run directory, so its tasks are not known", "name them with --recipe"
+        )
+    config = open_run(recipe or str(run.config_file if run else ""), overrides)
+    name = choose_policy(config, policy)
+    models = {p: section.model for p, section in config.policies.items()}
+    if run is not None:
+        models |= {p: str(found) for p in models if (found := run.newest_checkpoint(p)) is not None}
+    if run is None or path.resolve() != run.path.resolve():
+        models[name] = model
+    elif run.newest_checkpoint(name) is None:
+        raise LaunchError("run directory", model, f"has no checkpoint of {name} yet", "wait for its first one")
+    return config, {p: str(model_directory(m, cache_dir(), config.run.seed)) for p, m in models.items()}
+
+
+def choose_policy(config: RunConfig, policy: str) -> str:
+    """The named policy, or the only one.
+
+    Raises: LaunchError: none named although there are several, or an unknown name.
+    """
+    known = sorted(config.policies)
+    if not policy and len(known) == 1:
+        return known[0]
+    if policy not in known:
+        raise LaunchError("policy", policy or "none", "must be a policy of the run file", f"one of: {', '.join(known)}")
+    return policy
+
+
+def default_source(config: RunConfig) -> str:
+    """Held-out tasks where the run file names some."""
+    return config.evaluation.source if config.evaluation is not None else config.train_source

@@ -49,6 +49,7 @@ def run(
     Change any setting after the recipe, for example: astraflow run quickstart --run.steps=5 --run.seed=1
     """
     from astraflow.config.env import token_from_env
+    from astraflow.launch.checks import check_sources, missing_for
     from astraflow.launch.plan import plan_processes
     from astraflow.wire.app import check_bind
 
@@ -63,20 +64,36 @@ def run(
             typer.echo(f"{spec.name}: {spec.threads} thread{'s' if spec.threads > 1 else ''}{when}")
         typer.echo(f"run directory: {Path(config.run.directory) / config.run.name}")
         return
-    _check_extra(config)
-    from astraflow.launch.local import run_here
-
-    if not run_here(config, resume=resume, token=token, cores=cores):
-        raise typer.Exit(130)
-
-
-def _check_extra(config: RunConfig) -> None:
-    """Every missing package before anything starts."""
-    from astraflow.launch.doctor import missing_for
-
     problems = missing_for(config)
     if problems:
         raise ConfigError("this machine", problems)
+    check_sources(config)
+    _launch(config, resume=resume, token=token, cores=cores)
+
+
+def _launch(config: RunConfig, *, resume: bool, token: str | None, cores: int) -> None:
+    """Run to the end, write the report, say where everything is."""
+    from astraflow.launch.report import write_report
+    from astraflow.launch.rundir import prepare
+    from astraflow.launch.supervisor import Supervisor
+    from astraflow.observe.console import progress_display
+
+    directory = prepare(config, resume=resume)
+    finished = False
+    with progress_display(config.run.name, config.run.steps) as progress:
+        supervisor = Supervisor(config, directory, cores, progress, token)
+        try:
+            finished = supervisor.run()
+        finally:
+            if (directory.path / "metrics.jsonl").exists():
+                write_report(directory.path)
+    typer.echo((directory.report / "summary.md").read_text(encoding="utf-8"))
+    for name in config.policies:
+        typer.echo(f"checkpoint of {name}: {directory.newest_checkpoint(name)}")
+    typer.echo(f"report: {directory.report}")
+    if not finished:
+        typer.echo("the run was interrupted; go on with it by --resume", err=True)
+        raise typer.Exit(130)
 
 
 def validate(

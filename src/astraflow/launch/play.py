@@ -1,0 +1,198 @@
+"""Play tasks without a run: the engines, the gateway and one worker of a node, no dataflow service.
+
+leases made here ─► runner ─► worker (your workflow) ─► gateway ─► engine of a model directory
+                      └─► episodes, as a node would have committed them
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from astraflow.config.env import cache_dir
+from astraflow.config.rooms import build
+from astraflow.config.schema import RunConfig
+from astraflow.errors import SourceError
+from astraflow.models.chat import ChatTokenizer
+from astraflow.models.registry import model_directory
+from astraflow.rollout.gateway.app import create_app
+from astraflow.rollout.gateway.core import Gateway
+from astraflow.rollout.loop import run_loop
+from astraflow.rollout.policies import PolicyOptions, Weights, start_policy
+from astraflow.rollout.pool import PoolLimits, WorkerPool
+from astraflow.rollout.runner import Runner, RunnerOptions
+from astraflow.rollout.worker.channel import Hello
+from astraflow.types import Episode, EpisodeLease, Sampling, Task
+from astraflow.weights.client import WeightClient
+from astraflow.wire.app import bind, serve
+
+NODE_ID = "local"
+
+
+@dataclass(frozen=True)
+class PlayOptions:
+    """How tasks are played. `temperature` 0 is greedy."""
+
+    samples: int = 1  # episodes of each task
+    temperature: float = 0.0
+    concurrency: int = 64
+    threads: int = 1
+
+
+def tasks_of(config: RunConfig, source: str, num_tasks: int) -> list[Task]:
+    """The first `num_tasks` rows of a source of the run file; 0: all.
+
+    Raises: SourceError: no such source, or malformed rows.
+    """
+    if source not in config.sources:
+        known = ", ".join(sorted(config.sources))
+        raise SourceError("source", source, "names no source of the run file", f"known: {known}")
+    spec = config.sources[source]
+    rows = build("sources", spec.type, spec.options, f"sources.{source}")
+    count = min(num_tasks, len(rows)) if num_tasks else len(rows)
+    return [Task(source, row, 0, rows.row(row)) for row in range(count)]
+
+
+def choose_task(config: RunConfig, source: str, row: int, text: str) -> tuple[Task, bool]:
+    """Row `row` of a source, or the first row that reads `text`; and whether its reward means something.
+
+    A text that no row reads replaces the first text field of `row`, whose answer then does not fit it.
+    Raises: SourceError: no such source or row.
+    """
+    tasks = tasks_of(config, source, 0)
+    if row >= len(tasks):
+        raise SourceError("row", row, f"must be below {len(tasks)}", f"{source} has no more rows")
+    if not text:
+        return tasks[row], True
+    for task in tasks:
+        if text in task.fields.values():
+            return task, True
+    fields = dict(tasks[row].fields)
+    name = next((key for key, value in fields.items() if isinstance(value, str)), None)
+    if name is None:
+        raise SourceError("prompt", text, f"fits no field of {source}", "choose a task by --row")
+    return Task(source, row, 0, {**fields, name: text}), False
+
+
+def play(config: RunConfig, models: Mapping[str, str], tasks: Sequence[Task], options: PlayOptions) -> list[Episode]:
+    """Play every task `samples` times; episodes in the order of the tasks.
+
+    Args: models: policy -> model directory or built-in name, in place of those of the run file.
+    Raises: ModelError: a model cannot be used. AstraFlowError: the workflow cannot be built.
+    """
+    sections = {
+        name: section.model_copy(update={"model": str(_directory(models.get(name, section.model), config))})
+        for name, section in config.policies.items()
+    }
+    changed = config.model_copy(update={"policies": sections})
+    episodes = run_loop(_play(changed, list(_leases(changed, tasks, options)), options))
+    order = {task.group_id: place for place, task in enumerate(tasks)}
+    return sorted(episodes, key=lambda e: (order[e.task.group_id], e.episode_id))
+
+
+def _directory(model: str, config: RunConfig) -> Path:
+    return model_directory(model, cache_dir(), config.run.seed)
+
+
+def _leases(config: RunConfig, tasks: Sequence[Task], options: PlayOptions) -> Iterator[EpisodeLease]:
+    sampling = {
+        name: Sampling(temperature=options.temperature, max_tokens=section.sampling.max_tokens)
+        for name, section in config.policies.items()
+    }
+    for task in tasks:
+        for sample in range(options.samples):
+            yield EpisodeLease(
+                episode_id=f"{task.group_id}/{sample}", group_id=task.group_id, attempt=1, task=task, purpose="eval",
+                timeout_s=config.workflow.timeout_s, min_versions={}, sampling=sampling,
+            )  # fmt: skip
+
+
+async def _play(config: RunConfig, leases: list[EpisodeLease], options: PlayOptions) -> list[Episode]:
+    shared = PolicyOptions(cache_dir(), config.run.seed, NODE_ID, options.concurrency, options.threads)
+    idle = WeightClient(None)  # the directories are known to be there: nothing is ever fetched
+    endpoints = {
+        name: await start_policy(name, section, shared, Weights(name, idle, lambda: None))
+        for name, section in config.policies.items()
+    }
+    gateway, over, episodes = Gateway(endpoints), asyncio.Event(), list[Episode]()
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    server = asyncio.create_task(serve(create_app(gateway), bind("127.0.0.1", 0, "gateway"), url.set_result, over))
+    limits = PoolLimits()
+    hello = Hello(
+        config.workflow.type, config.workflow.options, list(config.policies), f"{await url}/v1", limits.pulse_s
+    )
+    pool = WorkerPool(1, hello, lambda: None, limits)
+    runner = Runner(
+        RunnerOptions(NODE_ID, options.concurrency), gateway, {n: e.engine for n, e in endpoints.items()}, pool,
+        episodes.append,
+    )  # fmt: skip
+    try:
+        await pool.start()
+        watch = asyncio.create_task(pool.watch())
+        work = asyncio.create_task(_feed(runner, leases))
+        done, _ = await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (watch, work):
+            task.cancel()
+        for task in done:
+            task.result()
+    finally:
+        over.set()
+        await pool.close()
+        await server
+        for endpoint in endpoints.values():
+            endpoint.engine.close()
+    return episodes
+
+
+async def _feed(runner: Runner, leases: list[EpisodeLease]) -> None:
+    """Hand out what there is room for until everything was played."""
+    place = 0
+    while place < len(leases):
+        room = await runner.room(1)
+        runner.accept(leases[place : place + room])
+        place += room
+    await runner.emptied()
+
+
+def conversation(model: Path, episode: Episode, policy: str) -> list[tuple[bool, str]]:
+    """What the policy saw and sampled, in order: (sampled, text) with special tokens, of its longest branch."""
+    branches = [t for t in episode.trajectories if t.policy == policy]
+    if not branches:
+        return []
+    chat = ChatTokenizer(model)
+    branch = max((t for t in branches if t.parent_branch < 0), key=lambda t: len(t.token_ids))
+    spans: list[tuple[bool, list[int]]] = []
+    for token, sampled in zip(branch.token_ids.tolist(), branch.loss_mask.tolist(), strict=True):
+        if not spans or spans[-1][0] != sampled:
+            spans.append((sampled, []))
+        spans[-1][1].append(token)
+    return [(sampled, chat.decode(ids, skip_special_tokens=False)) for sampled, ids in spans]
+
+
+def measure(episodes: Iterable[Episode]) -> dict[str, Any]:
+    """Success and reward over the scored episodes, as an evaluation round of a run counts them, and what failed."""
+    rows = list(episodes)
+    scored = [(e, sum(rewards) / len(rewards)) for e in rows if (rewards := _rewards(e))]
+    errors: dict[str, int] = {}
+    for episode in rows:
+        if episode.error is not None:
+            kind = episode.error.partition(":")[0]
+            errors[kind] = errors.get(kind, 0) + 1
+    return {
+        "episodes": len(rows),
+        "scored": len(scored),
+        "success": _mean([e.metrics.get("success", float(reward >= 1.0)) for e, reward in scored]),
+        "reward": _mean([reward for _, reward in scored]),
+        "errors": errors,
+    }
+
+
+def _rewards(episode: Episode) -> list[float]:
+    return [t.reward for t in episode.trajectories if t.reward is not None and t.parent_branch < 0]
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from astraflow import __version__
+from astraflow.cli.app import main
+from astraflow.cli.look import lines_of
+from astraflow.cli.play import choose_policy, open_model
+from astraflow.cli.run import join_pairs, open_run
+from astraflow.cli.services import read_token
+from astraflow.config.load import resolved_json
+from astraflow.errors import ConfigError, LaunchError
+from astraflow.launch.recipes import recipe_names
+
+ERROR_FORM = r"error: .+=.+; .+"
+
+
+def failing(words: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:
+    """The one message of a command that must end with `code`, without a traceback."""
+    assert main(words) == code
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    return err
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"astraflow {__version__}"
+    assert main(["--help"]) == 0
+    assert "trainer" in capsys.readouterr().out
+
+
+def test_an_unknown_recipe_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    err = failing(["run", "quikstart"], capsys, 1)
+    assert "recipe=quikstart is neither a file nor a shipped recipe; did you mean 'quickstart'?" in err
+
+
+def test_all_problems_of_a_run_file_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    err = failing(["validate", "quickstart", "--run.stps=3", "--policies.actor.bach.groups=1"], capsys, 2)
+    assert "2 problems" in err and "did you mean 'steps'?" in err and "did you mean 'batch'?" in err
+
+
+def test_a_wrong_option_of_run_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "override='--dry-rn'" in failing(["run", "quickstart", "--dry-rn"], capsys, 2)
+
+
+def test_debug_shows_where_an_error_came_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "nope", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_dry_run_starts_nothing_and_names_the_processes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "two-nodes", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "trainer-actor: 1 thread" in out and "node-slow: 1 thread, joins after 20 s" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_beyond_loopback_needs_a_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASTRAFLOW_TOKEN", raising=False)
+    err = failing(["run", "quickstart", "--dataflow.host=0.0.0.0"], capsys, 1)
+    assert "dataflow.host=0.0.0.0 is not loopback and there is no token; set ASTRAFLOW_TOKEN" in err
+
+
+def test_an_existing_run_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    (tmp_path / "runs" / "quickstart" / "run.resolved.json").write_text("{}")
+    assert "--resume" in failing(["run", "quickstart"], capsys, 1)
+
+
+def test_a_missing_model_is_named_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    err = failing(["run", "quickstart", "--policies.actor.model=tiny-chr"], capsys, 2)
+    assert "policies.actor.model=tiny-chr" in err and "did you mean 'tiny-char'?" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_is_valid_and_says_what_it_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", name]) == 0
+    assert f"{name} is valid" in capsys.readouterr().out
+    assert open_run(name, []).run.name == name
+    assert main(["recipes"]) == 0
+    (line,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith(f"{name} ")]
+    assert len(line) > len(name) + 20
+
+
+def test_recipes_are_shown_and_copied(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes", "show", "quickstart"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["recipes", "copy", "quickstart"]) == 0
+    assert (tmp_path / "quickstart.toml").read_text() == shown
+    assert "already exists" in failing(["recipes", "copy", "quickstart"], capsys, 1)
+
+
+def test_validate_show_prints_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "quickstart", "--show", "--run.seed", "7"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["run"]["seed"] == 7 and shown["weights"]["keep"] == 4
+
+
+def test_pairs_are_joined() -> None:
+    assert join_pairs(["--a.b", "1", "--c=2", "x", "--d"]) == ["--a.b=1", "--c=2", "x", "--d"]
+
+
+def test_a_resolved_file_is_a_run_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "run.resolved.json"
+    path.write_text(resolved_json(open_run("quickstart", [])))
+    assert open_run(str(path), []) == open_run("quickstart", [])
+    with pytest.raises(ConfigError, match="TOML"):
+        open_run(str(path), ["--run.seed=1"])
+
+
+def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASTRAFLOW_TOKEN", "of-the-environment")
+    assert read_token(None) == "of-the-environment"
+    path = tmp_path / "token"
+    path.write_text("secret\n")
+    assert read_token(path) == "secret"
+    path.write_text("\n")
+    with pytest.raises(LaunchError, match="is empty"):
+        read_token(path)
+    with pytest.raises(LaunchError, match="cannot be read"):
+        read_token(tmp_path / "none")
+
+
+@pytest.mark.parametrize("verb", ["node", "trainer"])
+def test_a_wrong_url_is_one_sentence(verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    more = {"node": [], "trainer": ["--policy", "actor", "--run-dir", str(tmp_path)]}[verb]
+    assert "must start with http://" in failing([verb, "--dataflow", "localhost:1", *more], capsys, 1)
+
+
+def test_status_of_what_is_no_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "holds no run" in failing(["status", str(tmp_path)], capsys, 1)
+    assert "gave no answer" in failing(["status", "http://127.0.0.1:9"], capsys, 1)
+
+
+def test_status_of_a_run_that_ended_is_its_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run.resolved.json").write_text(resolved_json(open_run("quickstart", [])))
+    assert "has no report" in failing(["status", str(tmp_path)], capsys, 1)
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "summary.json").write_text(
+        json.dumps({"steps": 3, "reward": {"start": 0.123456, "end": 1.0}})
+    )
+    assert main(["status", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == ["steps: 3", "reward:", "  start: 0.1235", "  end: 1"]
+
+
+def test_lines_of_nested_facts() -> None:
+    assert lines_of({"a": {"b": 1}, "c": {}, "d": [1]}) == ["a:", "  b: 1", "c: {}", "d: [1]"]
+
+
+def test_doctor_says_ok_or_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code = main(["doctor", "--directory", str(tmp_path)])
+    rows = capsys.readouterr().out.splitlines()
+    assert code == int(any(row.startswith("FAIL") for row in rows))
+    assert all(row.startswith("ok") or ";" in row for row in rows)
+    assert {row.split()[1] for row in rows} >= {"python", "torch", "cores", "memory", "disk"}
+
+
+def test_a_model_without_a_run_needs_a_recipe(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="name them with --recipe"):
+        open_model(str(tmp_path), "", "", [])
+
+
+def test_the_policy_must_be_named_when_there_are_several() -> None:
+    config = open_run("quickstart", ["--policies.critic.model=tiny-char"])
+    with pytest.raises(LaunchError, match="one of: actor, critic"):
+        choose_policy(config, "")
+    assert choose_policy(config, "critic") == "critic"
+    assert choose_policy(open_run("quickstart", []), "") == "actor"
