@@ -134,6 +134,20 @@ def test_the_longest_path_wins_over_a_shorter_tip() -> None:
     check(calls, branches)
 
 
+def test_of_two_equal_paths_the_one_that_ends_there_grows() -> None:
+    calls = [call(0, [1], [2]), call(1, [1], [2]), call(2, [1, 2, 3], [4]), call(3, [1, 2, 5], [6])]
+    branches = trajectories(calls, "actor")
+    assert shape(branches) == [(-1, 0, [1, 2, 3, 4], [-1, 0, -1, 2]), (0, 1, [2, 5, 6], [1, -1, 3])]
+    check(calls, branches)
+
+
+def test_a_longer_branch_wins_over_the_first_branchs_tip() -> None:
+    calls = [call(0, [1], [2, 3]), call(1, [1], [2, 3, 4]), call(2, [1, 2, 3, 4, 5], [6])]
+    branches = trajectories(calls, "actor")
+    assert shape(branches)[1] == (0, 1, [2, 3, 4, 5, 6], [1, 1, 1, -1, 2])
+    check(calls, branches)
+
+
 def test_a_fork_of_a_fork_expands_to_its_whole_path() -> None:
     calls = [call(0, [1, 2, 3, 4], [5]), call(1, [1, 2, 9, 9], [6]), call(2, [1, 2, 9, 7], [8]), call(3, [1, 5], [5])]
     branches = trajectories(calls, "actor")
@@ -213,19 +227,15 @@ def test_the_order_of_completion_does_not_matter(calls: list[Call], rng: random.
 
 
 @given(episodes())
-def test_a_new_branch_shares_the_longest_prefix_there_is(calls: list[Call]) -> None:
-    branches = trajectories(calls, "actor")
-    paths: list[list[int]] = []  # whole paths as they were before each call
+def test_each_call_adds_only_what_no_path_has(calls: list[Call]) -> None:
+    paths: list[list[int]] = []
+    added = 0
     for c in calls:
-        if not len(c.generation.token_ids):
-            continue
-        prompt = c.prompt_ids.tolist()
-        best = max((_common(prompt, path) for path in paths), default=0)
-        (home,) = [b for b in branches if (b.call_index == c.index).any()]
-        if home.call_index[home.call_index >= 0][0] == c.index:  # the call that opened its branch
-            assert home.fork_at == best
-            assert not any(path == prompt[: len(path)] and len(path) == best for path in paths)
-        paths = [p for p in paths if p != prompt[: len(p)]] + [prompt + c.generation.token_ids.tolist()]
+        if len(c.generation.token_ids):
+            prompt, sampled = c.prompt_ids.tolist(), c.generation.token_ids.tolist()
+            added += len(prompt) - max((_common(prompt, path) for path in paths), default=0) + len(sampled)
+            paths.append(prompt + sampled)
+    assert sum(len(b.token_ids) for b in trajectories(calls, "actor")) == added
 
 
 def _common(a: list[int], b: list[int]) -> int:
@@ -233,11 +243,3 @@ def _common(a: list[int], b: list[int]) -> int:
     while shared < min(len(a), len(b)) and a[shared] == b[shared]:
         shared += 1
     return shared
-
-
-@given(episodes())
-def test_given_tokens_are_stored_once_where_a_path_is_continued(calls: list[Call]) -> None:
-    branches = trajectories(calls, "actor")
-    total = sum(len(b.token_ids) for b in branches)
-    unshared = sum(len(c.prompt_ids) + len(c.generation.token_ids) for c in calls)
-    assert total <= unshared
