@@ -15,6 +15,7 @@ No pickle anywhere.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -179,15 +180,13 @@ def load_optimizer_tensors(
 
 
 def _write_model(building: Path, model: PreTrainedModel, source: Path, *, bfloat16: bool) -> None:
-    tensors = None
     if bfloat16:
         tensors = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-        model.config.dtype = torch.bfloat16
-    try:
         model.save_pretrained(building, state_dict=tensors)
-    finally:
-        if bfloat16:
-            model.config.dtype = torch.float32
+        config = building / "config.json"  # save_pretrained writes the dtype of the live model
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}, indent=2) + "\n")
+    else:
+        model.save_pretrained(building)
     for path in model_files(source):
         if not (building / path.name).exists():
             shutil.copyfile(path, building / path.name)

@@ -1,0 +1,144 @@
+"""Checkpoints: whole or invisible, loadable by anybody, and a continuation bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from astraflow.algorithms.losses import PpoClip
+from astraflow.config.schema import OptimizerSection
+from astraflow.errors import TrainingError
+from astraflow.models.load import load_model
+from astraflow.training.checkpoint import (
+    STATE,
+    TrainingState,
+    latest_checkpoint,
+    load_optimizer_tensors,
+    load_state,
+    optimizer_tensors,
+    save_checkpoint,
+)
+from astraflow.training.packing import rows_from_table
+from astraflow.training.step import Stepper, StepSettings
+
+
+def _stepper(directory):
+    return Stepper(load_model(directory), PpoClip(), StepSettings(OptimizerSection(lr=1e-2), 10, 64))
+
+
+def _save(root, stepper, source, version, **more):
+    tensors = optimizer_tensors(stepper.model, stepper.optimizer)
+    state = TrainingState(version, stepper.counts.step, 0, 0, tensors, **more)
+    return save_checkpoint(root, stepper.model, source, state)
+
+
+@pytest.fixture
+def stepped(tiny_char, make_table, random_rows):
+    stepper = _stepper(tiny_char)
+    rows = rows_from_table(make_table(random_rows([9, 12, 30])))
+    stepper.step(rows, 0)
+    return stepper, rows
+
+
+def test_training_goes_on_bit_for_bit(stepped, tiny_char, tmp_path):
+    stepper, rows = stepped
+    path = _save(tmp_path, stepper, tiny_char, 1)
+    again = _stepper(path)
+    state = load_state(path)
+    load_optimizer_tensors(again.model, again.optimizer, state.optimizer)
+    for one in (stepper, again):
+        one.step(rows, 1)
+        one.step(rows, 2)
+    assert all(
+        torch.equal(a, b) for a, b in zip(stepper.model.parameters(), again.model.parameters(), strict=True)
+    )
+
+
+def test_any_tool_can_load_it(stepped, tiny_char, tmp_path):
+    path = _save(tmp_path, stepped[0], tiny_char, 1)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert tokenizer.decode(tokenizer("3*4?", add_special_tokens=False)["input_ids"]) == "3*4?"
+    assert tokenizer.chat_template and (path / "generation_config.json").is_file()
+    mine = dict(stepped[0].model.named_parameters())
+    assert all(torch.equal(p, mine[name]) for name, p in model.named_parameters())
+    assert {p.suffix for p in path.rglob("*") if p.is_file()} <= {".json", ".safetensors", ".jinja"}, "no pickle"
+
+
+def test_the_newest_two_stay(stepped, tiny_char, tmp_path):
+    for version in (1, 5, 1000000):
+        newest = _save(tmp_path, stepped[0], tiny_char, version)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000005", "step-1000000"]
+    assert latest_checkpoint(tmp_path) == newest
+
+
+@pytest.mark.parametrize("damage", ["state.json", "optimizer.safetensors", "short", "tmp", "no state"])
+def test_what_is_half_written_is_not_seen(stepped, tiny_char, tmp_path, damage):
+    good = _save(tmp_path, stepped[0], tiny_char, 1)
+    bad = _save(tmp_path, stepped[0], tiny_char, 2)
+    if damage == "short":
+        (bad / "model.safetensors").write_bytes(b"short")
+    elif damage == "tmp":
+        bad.rename(tmp_path / ".tmp-step-000002")
+    elif damage == "no state":
+        shutil.rmtree(bad / STATE)
+    else:
+        (bad / STATE / damage).unlink()
+    assert latest_checkpoint(tmp_path) == good
+    assert latest_checkpoint(tmp_path / "nothing") is None
+
+
+def test_a_step_saved_again_replaces_the_old_one(stepped, tiny_char, tmp_path):
+    path = _save(tmp_path, stepped[0], tiny_char, 1)
+    (path / "model.safetensors").write_bytes(b"torn")
+    assert latest_checkpoint(tmp_path) is None
+    _save(tmp_path, stepped[0], path, 1)
+    assert latest_checkpoint(tmp_path) == path and (path / "tokenizer.json").is_file()
+
+
+def test_random_state_and_audited_versions_come_back(stepped, tiny_char, tmp_path):
+    earlier = {"w": torch.randn(3)}
+    torch.manual_seed(7)
+    path = _save(tmp_path, stepped[0], tiny_char, 3, audit_versions={1: earlier, 2: earlier})
+    expected = torch.randn(4)
+    torch.manual_seed(8)
+    state = load_state(path)
+    assert torch.equal(torch.randn(4), expected)
+    assert sorted(state.audit_versions) == [1, 2] and torch.equal(state.audit_versions[2]["w"], earlier["w"])
+
+
+def test_a_bfloat16_checkpoint_keeps_the_exact_weights_beside_it(stepped, tiny_char, tmp_path):
+    model = stepped[0].model
+    master = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    path = _save(tmp_path, stepped[0], tiny_char, 1, master=master)
+    saved = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    assert all(p.dtype == torch.bfloat16 for p in saved.parameters())
+    assert all(p.dtype == torch.float32 for p in model.parameters()) and model.config.dtype == torch.float32
+    loaded = load_state(path).master
+    assert loaded is not None and all(torch.equal(loaded[name], tensor) for name, tensor in master.items())
+
+
+def test_a_full_disk_is_named_and_leaves_the_older_checkpoint(stepped, tiny_char, tmp_path, monkeypatch):
+    import errno
+
+    import astraflow.training.checkpoint as checkpoint
+
+    good = _save(tmp_path, stepped[0], tiny_char, 1)
+
+    def full(*_args, **_options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(TrainingError, match="No space left on device"):
+        _save(tmp_path, stepped[0], tiny_char, 2)
+    assert latest_checkpoint(tmp_path) == good
+
+
+def test_a_checkpoint_of_another_model_is_refused(stepped, tiny_char, tmp_path, make_model):
+    state = load_state(_save(tmp_path, stepped[0], tiny_char, 1))
+    other = Stepper(make_model("llama"), PpoClip(), StepSettings(OptimizerSection(), 10, 64))
+    with pytest.raises(TrainingError, match="model that was checkpointed"):
+        load_optimizer_tensors(other.model, other.optimizer, state.optimizer)

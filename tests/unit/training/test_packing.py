@@ -1,0 +1,142 @@
+"""Rows to packs: nothing is lost, nothing moves, forks get their prefix."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from astraflow.errors import TrainingError
+from astraflow.training.packing import pack_rows, rows_from_lists, rows_from_table
+
+MARKER = np.float32(-7.25)
+
+
+def _targets(packs, rows):
+    """{(row, position in the row): (id, logprob, advantage, version)} of all targets."""
+    found = {}
+    for pack in packs:
+        starts = pack.cu_lengths[pack.target_sequence]
+        for n in range(pack.num_targets):
+            row = int(pack.rows[pack.target_sequence[n]])
+            position = int(pack.target_index[n] - starts[n]) + 1
+            assert (row, position) not in found, "a token is trained twice"
+            found[row, position] = (
+                int(pack.target_ids[n]), float(pack.behavior_logprobs[n]), float(pack.advantages[n]),
+                int(pack.versions[n]),
+            )  # fmt: skip
+            first = int(rows.starts[row])
+            assert (
+                pack.token_ids[starts[n] : pack.target_index[n] + 1] == rows.token_ids[first : first + position]
+            ).all(), "the context of a token changed"
+    return found
+
+
+@given(
+    lengths=st.lists(st.integers(2, 60), min_size=1, max_size=30),
+    seed=st.integers(0, 1000),
+    budget=st.sampled_from([1, 16, 64, 10_000]),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_every_sampled_token_is_the_target_of_exactly_one_pack(make_table, random_rows, lengths, seed, budget):
+    generator = np.random.default_rng(seed)
+    listed = random_rows(lengths, seed)
+    draws = [generator.random(length).astype(np.float32) for length in lengths]
+    versions = [generator.integers(0, 9, length).astype(np.int32) for length in lengths]
+    table = make_table(listed, behavior_logprobs=draws, advantages=draws[::1], versions=versions)
+    rows = rows_from_table(table)
+    packs = pack_rows(rows, budget)
+    expected = {
+        (row, position): (int(ids[position]), draws[row][position], draws[row][position], versions[row][position])
+        for row, (ids, mask) in enumerate(listed)
+        for position in np.flatnonzero(mask)
+    }
+    assert _targets(packs, rows) == expected
+    for pack in packs:
+        lengths_here = np.diff(pack.cu_lengths)
+        assert pack.num_tokens <= budget or len(lengths_here) == 1
+        assert (np.diff(lengths_here) <= 0).all(), "longest first"
+        assert (pack.position_ids == np.concatenate([np.arange(n) for n in lengths_here])).all()
+
+
+@given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=20), seed=st.integers(0, 100))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_the_order_of_the_rows_does_not_change_the_sizes_of_the_packs(random_rows, lengths, seed):
+    rows = random_rows(lengths, seed)
+    turned = [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
+    sizes = [
+        sorted(tuple(np.diff(p.cu_lengths)) for p in pack_rows(rows_from_lists(r), 64)) for r in (rows, turned)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def test_a_marker_stays_on_its_token(make_table, random_rows):
+    listed = random_rows([9, 14, 5])
+    logprobs = [np.where(mask, -1.0, 0.0).astype(np.float32) for _, mask in listed]
+    position = int(np.flatnonzero(listed[1][1])[2])
+    logprobs[1][position] = MARKER
+    rows = rows_from_table(make_table(listed, behavior_logprobs=logprobs))
+    (pack,) = pack_rows(rows, 1000)
+    (marked,) = np.flatnonzero(pack.behavior_logprobs == MARKER)
+    assert pack.rows[pack.target_sequence[marked]] == 1
+    assert pack.target_ids[marked] == listed[1][0][position]
+    assert pack.token_ids[pack.target_index[marked]] == listed[1][0][position - 1]
+
+
+def test_a_fork_gets_its_parents_prefix_and_trains_only_its_own_tokens(make_table):
+    rows = [([1, 10, 11, 12, 13], [0, 0, 1, 1, 1]), ([20, 21], [0, 1]), ([30], [1]), ([40, 41], [0, 1])]
+    table = make_table(
+        rows,
+        episode_id=["a", "a", "a", "b"],
+        branch=[0, 1, 2, 0],
+        parent_branch=[-1, 0, 1, -1],
+        fork_at=[0, 3, 4, 0],
+    )
+    flat = rows_from_table(table)
+    paths = [flat.token_ids[a:b].tolist() for a, b in zip(flat.starts[:-1], flat.starts[1:], strict=True)]
+    assert paths == [[1, 10, 11, 12, 13], [1, 10, 11, 20, 21], [1, 10, 11, 20, 30], [40, 41]]
+    trained = [flat.trained[a:b].tolist() for a, b in zip(flat.starts[:-1], flat.starts[1:], strict=True)]
+    assert trained == [[False, False, True, True, True], [False] * 4 + [True], [False] * 4 + [True], [False, True]]
+
+
+def test_a_fork_may_start_inside_its_grandparent(make_table):
+    rows = [([1, 2, 3, 4], [0, 0, 1, 1]), ([5, 6], [0, 1]), ([7], [1])]
+    table = make_table(
+        rows, episode_id=["a"] * 3, branch=[0, 1, 2], parent_branch=[-1, 0, 1], fork_at=[0, 4, 2]
+    )
+    flat = rows_from_table(table)
+    assert flat.token_ids[flat.starts[2] :].tolist() == [1, 2, 7]
+
+
+@pytest.mark.parametrize(
+    ("parents", "forks", "message"),
+    [([-1, 5], [0, 1], "not in the batch"), ([-1, 0], [0, 9], "behind the end"), ([1, 0], [0, 0], "back to itself")],
+)
+def test_a_broken_tree_is_named(make_table, parents, forks, message):
+    rows = [([1, 2], [0, 1]), ([3, 4], [0, 1])]
+    table = make_table(rows, episode_id=["a", "a"], branch=[0, 1], parent_branch=parents, fork_at=forks)
+    with pytest.raises(TrainingError, match=message):
+        rows_from_table(table)
+
+
+def test_a_sampled_token_without_context_is_named():
+    with pytest.raises(TrainingError, match=r"rows\[1\].loss_mask\[0\]"):
+        pack_rows(rows_from_lists([([1, 2], [False, True]), ([3, 4], [True, True])]), 100)
+
+
+def test_rows_of_weight_zero_and_rows_without_samples_are_left_out(make_table):
+    rows = [([1, 2], [0, 1]), ([3, 4], [0, 1]), ([5, 6], [0, 0])]
+    flat = rows_from_table(make_table(rows, weight=[0.0, 1.0, 1.0]))
+    (pack,) = pack_rows(flat, 100)
+    assert pack.rows.tolist() == [1] and pack.target_ids.tolist() == [4]
+    assert pack_rows(rows_from_table(make_table(rows[2:])), 100) == []
+
+
+def test_chunked_and_sliced_tables_read_like_whole_ones(make_table, random_rows):
+    import pyarrow as pa
+
+    table = make_table(random_rows([6, 9, 7, 12]))
+    pieces = pa.concat_tables([table.slice(0, 1), table.slice(1, 2), table.slice(3)])
+    whole, cut = rows_from_table(table), rows_from_table(pieces)
+    assert all((getattr(whole, n) == getattr(cut, n)).all() for n in ("starts", "token_ids", "trained", "advantages"))

@@ -1,0 +1,164 @@
+"""One optimizer step: gradients that do not depend on the cut, the schedule, and what happens to NaN."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from astraflow.algorithms.losses import M2po, PpoClip
+from astraflow.config.schema import OptimizerSection
+from astraflow.errors import TrainingError
+from astraflow.training.packing import rows_from_table
+from astraflow.training.step import StepInterrupted, Stepper, StepSettings, learning_rate
+
+LENGTHS = [5, 40, 12, 12, 33, 7, 9, 21, 64, 3, 17, 12, 28, 50, 6, 11]
+
+
+def _settings(budget=10_000, lr=0.0, **more):
+    return StepSettings(OptimizerSection(lr=lr), total_steps=10, tokens_per_microbatch=budget, **more)
+
+
+@pytest.fixture
+def batch(make_table, random_rows):
+    """16 uneven rows, sampled at versions 3 to 5, with logprobs near those of an untrained model."""
+    generator = np.random.default_rng(1)
+    listed = random_rows(LENGTHS)
+    return rows_from_table(
+        make_table(
+            listed,
+            behavior_logprobs=[generator.normal(-4, 0.6, len(ids)).astype(np.float32) for ids, _ in listed],
+            advantages=[np.full(len(ids), generator.normal(), np.float32) for ids, _ in listed],
+            versions=[np.where(mask, 3 + i % 3, -1).astype(np.int32) for i, (_, mask) in enumerate(listed)],
+            weight=[1.0 if i % 4 else 0.5 for i in range(len(listed))],
+        )
+    )
+
+
+def _gradient_of_step(model, loss, rows, budget):
+    """Gradient as the optimizer saw it, and the metrics."""
+    stepper = Stepper(copy.deepcopy(model), loss, _settings(budget))
+    seen = []
+    stepper.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(
+            torch.cat([p.grad.flatten() for group in optimizer.param_groups for p in group["params"]])
+        )
+    )
+    return stepper.step(rows, 5), seen[0]
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("make_loss", [PpoClip, lambda aggregation: PpoClip(0.2, 0.3, 3.0, aggregation), M2po])
+def test_gradients_and_metrics_do_not_depend_on_the_microbatches(make_model, batch, make_loss, aggregation):
+    model, loss = make_model("llama"), make_loss(aggregation=aggregation)
+    metrics, whole = _gradient_of_step(model, loss, batch, 10_000)
+    counts = set()
+    for budget in (1, 40, 90, 200):
+        other, gradient = _gradient_of_step(model, loss, batch, budget)
+        assert (gradient - whole).norm() / whole.norm() < 1e-6
+        counts.add(other["microbatches"])
+        for name, value in metrics.items():
+            if not name.startswith("perf/") and name != "microbatches":
+                assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert max(counts) == 16 and len(counts) == 4 and metrics["microbatches"] == 1
+
+
+def test_metrics_tell_what_the_batch_was(make_model, batch):
+    metrics, _ = _gradient_of_step(make_model(), PpoClip(), batch, 10_000)
+    assert metrics["tokens"] == batch.trained.sum() and metrics["sequences"] == 16
+    assert metrics["staleness/max"] == 2 and 0.5 < metrics["staleness/mean"] < 1.5
+    assert 0 < metrics["policy/clip_fraction"] <= 1 and metrics["policy/ratio_max"] > 1
+    assert metrics["policy/approx_kl"] > 0 and metrics["policy/entropy"] > 0 and metrics["grad_norm"] > 0
+    assert {"loss", "lr", "perf/step_s", "perf/tokens_per_s", "policy/ratio_mean"} <= set(metrics)
+
+
+def test_on_policy_ratios_are_one(make_model, batch):
+    stepper = Stepper(make_model(), PpoClip(), _settings())
+    from astraflow.training.forward import packed_logprobs
+    from astraflow.training.packing import pack_rows
+
+    (pack,) = pack_rows(batch, 10_000)
+    with torch.no_grad():
+        logprobs = packed_logprobs(stepper.model, pack, 1.0)[0].numpy()
+    flat = batch.behavior_logprobs.copy()
+    starts = batch.starts[pack.rows[pack.target_sequence]]
+    flat[starts + pack.target_index - pack.cu_lengths[pack.target_sequence] + 1] = logprobs
+    from dataclasses import replace
+
+    for budget in (1, 64, 10_000):
+        stepper.settings = _settings(budget)
+        metrics = stepper.step(replace(batch, behavior_logprobs=flat), 5)
+        assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+        assert metrics["policy/clip_fraction"] == 0 and abs(metrics["policy/approx_kl"]) < 1e-7
+
+
+def test_steps_learn(make_model, batch):
+    stepper = Stepper(make_model(), PpoClip(clip_low=0.9, clip_high=9.0), _settings(lr=3e-3))
+    losses = [stepper.step(batch, 5)["loss"] for _ in range(8)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"schedule": "constant"}, [1, 1, 1, 1]),
+        ({"schedule": "constant", "warmup_steps": 2}, [1 / 3, 2 / 3, 1, 1]),
+        ({"schedule": "linear"}, [1, 0.75, 0.5, 0.25]),
+        ({"schedule": "cosine"}, [1, 0.8535534, 0.5, 0.1464466]),
+        ({"schedule": "linear", "warmup_steps": 2}, [1 / 3, 2 / 3, 1, 0.5]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(section, expected):
+    optimizer = OptimizerSection(lr=2.0, **section)
+    assert [learning_rate(optimizer, step, 4) / 2 for step in range(1, 5)] == pytest.approx(expected)
+
+
+def test_vectors_do_not_decay(make_model):
+    stepper = Stepper(make_model(), PpoClip(), StepSettings(OptimizerSection(weight_decay=0.1), 10, 100))
+    decays = {p.ndim: group["weight_decay"] for group in stepper.optimizer.param_groups for p in group["params"]}
+    assert decays == {2: 0.1, 1: 0.0}
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_the_third_in_a_row_ends(make_model, batch):
+    from dataclasses import replace
+
+    broken = replace(batch, advantages=np.full_like(batch.advantages, np.nan))
+    stepper = Stepper(make_model(), PpoClip(), _settings(lr=1e-3))
+    before = {name: p.detach().clone() for name, p in stepper.model.named_parameters()}
+    for _ in range(2):
+        stepper.step(broken, 5)
+    assert all(torch.equal(p, before[name]) for name, p in stepper.model.named_parameters())
+    metrics = stepper.step(batch, 5)
+    assert metrics["skipped_steps"] == 2 and stepper.counts.step == 3
+    assert not all(torch.equal(p, before[name]) for name, p in stepper.model.named_parameters())
+    with pytest.raises(TrainingError, match="3 steps in a row"):
+        for _ in range(3):
+            stepper.step(broken, 5)
+
+
+def test_a_batch_without_sampled_tokens_changes_nothing(make_model, make_table):
+    stepper = Stepper(make_model(), PpoClip(), _settings(lr=1e-3))
+    metrics = stepper.step(rows_from_table(make_table([([1, 2], [0, 0])])), 0)
+    assert metrics["tokens"] == 0 and stepper.counts.step == 1 and not stepper.optimizer.state
+
+
+def test_an_interrupted_step_leaves_no_trace(make_model, batch):
+    asked = []
+    stepper = Stepper(make_model(), PpoClip(), _settings(40, lr=1e-3), lambda: len(asked) > 2 or bool(asked.append(0)))
+    before = {name: p.detach().clone() for name, p in stepper.model.named_parameters()}
+    with pytest.raises(StepInterrupted):
+        stepper.step(batch, 5)
+    assert stepper.counts.step == 0
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in stepper.model.named_parameters())
+
+
+def test_bfloat16_arithmetic_keeps_float32_weights_and_nearly_the_gradient(make_model, batch):
+    model = make_model("llama")
+    exact = Stepper(copy.deepcopy(model), PpoClip(0.9, 99.0), _settings())
+    rough = Stepper(copy.deepcopy(model), PpoClip(0.9, 99.0), _settings(autocast=True))
+    a, b = exact.step(batch, 5), rough.step(batch, 5)
+    assert all(p.dtype == torch.float32 for p in rough.model.parameters())
+    assert b["loss"] == pytest.approx(a["loss"], rel=0.2) and b["loss"] != a["loss"]
+    assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.2)
