@@ -44,19 +44,14 @@ def sft(
 
     from astraflow.config.env import cache_dir
     from astraflow.models.registry import model_directory
+    from astraflow.observe.logs import setup_logging
     from astraflow.training.sft import run_sft
 
+    setup_logging("sft")
     torch.set_num_threads(threads)
-
-    def report(step: int, metrics: dict[str, float]) -> None:
-        if step == 1 or step % 20 == 0:
-            typer.echo(
-                f"step {step}/{section.warm_start.steps if section.warm_start else 0}: loss {metrics['loss']:.4f}"
-            )
-
     source = config.sources[section.warm_start.source]
     directory = model_directory(section.model, cache_dir(), config.run.seed)
-    metrics = run_sft(directory, out, source, section.warm_start, config.run.seed, report)
+    metrics = run_sft(directory, out, source, section.warm_start, config.run.seed)
     typer.echo(f"loss {metrics['loss']:.4f}; wrote {out}")
 
 

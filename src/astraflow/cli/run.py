@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from astraflow.config.schema import RunConfig
 from astraflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from astraflow.launch.rundir import RunDirectory
 
 Recipe = Annotated[str, typer.Argument(help="A run file, or the name of a shipped recipe (`astraflow recipes`).")]
 
@@ -79,21 +82,30 @@ def _launch(config: RunConfig, *, resume: bool, token: str | None, cores: int) -
     from astraflow.observe.console import progress_display
 
     directory = prepare(config, resume=resume)
+    typer.echo(f"run {config.run.name}: {config.run.steps} steps; logs and results in {directory.path}")
     finished = False
-    with progress_display(config.run.name, config.run.steps) as progress:
-        supervisor = Supervisor(config, directory, cores, progress, token)
-        try:
-            finished = supervisor.run()
-        finally:
-            if (directory.path / "metrics.jsonl").exists():
-                write_report(directory.path)
-    typer.echo((directory.report / "summary.md").read_text(encoding="utf-8"))
-    for name in config.policies:
-        typer.echo(f"checkpoint of {name}: {directory.newest_checkpoint(name)}")
-    typer.echo(f"report: {directory.report}")
+    try:
+        with progress_display(config.run.name, config.run.steps, directory.metrics) as progress:
+            finished = Supervisor(config, directory, cores, progress, token).run()
+    finally:
+        if directory.metrics.exists():
+            write_report(directory.path, progress.status)
+            _say_results(config, directory)
     if not finished:
         typer.echo("the run was interrupted; go on with it by --resume", err=True)
         raise typer.Exit(130)
+
+
+def _say_results(config: RunConfig, directory: RunDirectory) -> None:
+    """The curve, and where everything is."""
+    from astraflow.observe.chart import terminal_curve
+    from astraflow.observe.jsonl import read_jsonl
+
+    typer.echo("\n" + terminal_curve(read_jsonl(directory.metrics)))
+    for name in config.policies:
+        newest = directory.newest_checkpoint(name)
+        typer.echo(f"checkpoint of {name}: {newest or 'none yet'}")
+    typer.echo(f"report: {directory.report / 'summary.md'}")
 
 
 def validate(

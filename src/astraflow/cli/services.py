@@ -32,12 +32,14 @@ def dataflow(
     """Start the dataflow service of a run; change any setting after the recipe."""
     _tie(parent)
     from astraflow.launch.rundir import prepare, write_ready
+    from astraflow.observe.logs import setup_logging
     from astraflow.wire.app import check_bind
 
     config, token = open_run(recipe, ctx.args), read_token(token_file)
     host = config.dataflow.host if host is None else host
     check_bind(host, token, "dataflow.host")
     directory = prepare(config, resume=resume, path=run_dir)
+    setup_logging("dataflow", directory.path, secrets=(token,))
 
     def on_ready(url: str) -> None:
         typer.echo(f"dataflow answers at {url}; nodes join with: astraflow node --dataflow {url}")
@@ -62,9 +64,12 @@ def trainer(
 ) -> None:
     """Start the trainer of one policy; it goes on from its newest checkpoint."""
     _tie(parent)
+    from astraflow.observe.logs import setup_logging
     from astraflow.training.trainer import run_trainer
 
-    run_trainer(dataflow, policy, run_dir.resolve(), threads=threads, token=read_token(token_file))
+    token = read_token(token_file)
+    setup_logging(f"trainer-{policy}", run_dir, secrets=(token,))
+    run_trainer(dataflow, policy, run_dir.resolve(), threads=threads, token=token)
 
 
 def node(

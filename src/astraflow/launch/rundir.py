@@ -40,6 +40,10 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
     def ready_file(self) -> Path:
         """Where the dataflow service says its URL once it answers."""
         return self.path / "dataflow" / "ready.json"

@@ -92,6 +92,7 @@ class Limits:
     ready_s: float = 60.0  # from start to the first answer of the dataflow service
     leave_s: float = 120.0  # from Finished until workers get SIGTERM
     end_s: float = 20.0  # from SIGTERM to SIGKILL
+    left_s: float = 2.0  # until a worker that left by itself is started again
     first_backoff_s: float = 0.25
     longest_backoff_s: float = 8.0
     max_crashes: int = 5  # of one process within `crash_window_s`; one more fails the run
@@ -148,7 +149,7 @@ class Supervision:
                 self._on_exit(event, now)
             case Finished() if self.phase in ("starting", "running"):
                 self.phase, self.finished, self._finished_at = "finishing", True, now
-                self._call_off(lambda slot: slot.spec.role == "node" or slot.attempts == 0)
+                self._call_off(lambda slot: slot.spec.role == "node" or slot.attempts == 0 or slot.last_code == 0)
             case Failed() if self.failure is None:
                 self.failure = event.reason
                 self._stop()
@@ -170,13 +171,15 @@ class Supervision:
         slot = self._slots[event.name]
         planned, slot.awaiting_planned_exit = slot.awaiting_planned_exit, False
         slot.state, slot.last_code, slot.term_at, slot.kill_sent = "left", event.code, None, False
-        role = slot.spec.role
-        if role == "dataflow":
+        if slot.spec.role == "dataflow":
             self._ready = False
         if self._expected(slot):
             return
-        if planned or (role == "node" and event.code == 0):
+        if planned:
             self._start_again(slot, now + self._limits.first_backoff_s)
+            return
+        if event.code == 0 and slot.spec.role != "dataflow":  # it saw the end before us, or somebody told it to leave
+            self._start_again(slot, now + self._limits.left_s)
             return
         slot.crashes = [t for t in slot.crashes if now - t < self._limits.crash_window_s] + [now]
         if event.code == 2:
@@ -192,11 +195,11 @@ class Supervision:
         """This exit is part of the plan: nothing is started again."""
         if self.phase in ("stopping", "done"):
             return True
-        if slot.spec.role == "trainer":  # all its steps taken; evaluation may still go on
+        if self.phase != "finishing":
+            return False
+        if slot.spec.role == "trainer":
             return slot.last_code == 0
-        if slot.spec.role == "node":
-            return self.phase == "finishing"
-        return self.phase == "finishing" and all(worker.state == "left" for worker in self._workers())
+        return slot.spec.role == "node" or all(worker.state == "left" for worker in self._workers())
 
     def _start_again(self, slot: _Slot, when: float) -> None:
         self.num_restarts += 1

@@ -107,12 +107,19 @@ class Supervisor:
             raise LaunchError(
                 "run", self.config.run.name, f"failed: {self._state.failure}", f"see {self.directory.logs}"
             )
-        if self._state.finished and not self._state.succeeded and not self._interrupts:
-            raise LaunchError(
-                "run", self.config.run.name, "made all its steps, but a trainer did not end by itself",
-                "write its last checkpoint with --resume",
-            )  # fmt: skip
+        if self._state.finished and not self._interrupts:
+            self._check_checkpoints()
         return self._state.succeeded
+
+    def _check_checkpoints(self) -> None:
+        for policy in self.config.policies:
+            newest = self.directory.newest_checkpoint(policy)
+            if newest is None or newest.name != f"step-{self.config.run.steps:06d}" or not self._state.succeeded:
+                log = self.directory.log(f"trainer-{policy}")
+                raise LaunchError(
+                    "last checkpoint", newest, f"is not that of step {self.config.run.steps} of {policy}",
+                    f"its trainer did not end well, see {log}; then go on with --resume",
+                )  # fmt: skip
 
     def _take(self, event: Event) -> None:
         for instruction in self._state.handle(event, time.monotonic()):

@@ -95,6 +95,22 @@ def test_a_wrong_setting_is_not_tried_again() -> None:
     assert todo == [Signal("node-a", kill=False)]
 
 
+def test_a_worker_that_left_while_the_run_goes_on_comes_back_and_is_no_crash() -> None:
+    state = running()
+    assert state.handle(Exited("trainer-actor", 0), 10.0) == []
+    assert state.handle(Tick(), 11.9) == []
+    assert state.handle(Tick(), 12.0) == [Start("trainer-actor", 2)]
+
+
+def test_a_worker_that_saw_the_end_first_does_not_come_back() -> None:
+    state = running()
+    state.handle(Exited("trainer-actor", 0), 10.0)
+    state.handle(Exited("node-a", 0), 10.0)
+    assert state.handle(Finished(), 10.5) == [Signal("dataflow", kill=False)]
+    state.handle(Exited("dataflow", 0), 11.0)
+    assert state.phase == "done" and state.succeeded
+
+
 def test_planned_kill_happens_once_is_replaced_and_is_no_crash() -> None:
     state = running(KILLED)
     assert state.handle(Tick(), 30.9) == []
