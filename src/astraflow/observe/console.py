@@ -57,15 +57,13 @@ class RunDisplay:
             self._say(waiting_line(status, time.monotonic() - self._started))
 
     def row(self, row: Row) -> None:
-        """A step or an evaluation round that is done."""
+        """A step or an evaluation round that is done; a live panel shows it at the next `update`."""
         if row.get("kind") == "eval":
             self._evaluation = row
         else:
             self._newest[str(row.get("policy", ""))] = row
         if self._live is None:
             self._say(eval_line(row) if row.get("kind") == "eval" else step_line(row, self._steps, self.status))
-        else:
-            self._refresh()
 
     def note(self, text: str) -> None:
         """One line that stays."""
@@ -89,7 +87,7 @@ class RunDisplay:
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(self._run, style="bold"),
-            ProgressBar(total=max(1, self._steps), completed=done, width=30),
+            ProgressBar(total=max(1, self._steps), completed=done, width=30, finished_style="green"),
             Text(f"step {done}/{self._steps}"),
             Text(_clock(elapsed)),
         )

@@ -20,11 +20,13 @@ import uvloop
 
 from astraflow.config.env import child_environment, token_from_env
 from astraflow.errors import AstraFlowError, LaunchError
+from astraflow.observe.logs import setup_logging
 from astraflow.weights.app import create_weights_app
 from astraflow.wire.app import bind, check_bind, serve
 
 _START_S = 30.0
 _STOP_S = 5.0
+_PORT_WAIT_S = 2.0
 
 
 class ServerProcess:
@@ -89,11 +91,7 @@ class ServerProcess:
         if not line.startswith("http"):
             code = self._child.poll()
             self.stop()
-            silent = (
-                f"no answer in {_START_S:.0f} s"
-                if code is None
-                else f"it ended with exit code {code}, see its words above"
-            )
+            silent = f"no answer in {_START_S:.0f} s" if code is None else f"it ended with exit code {code}"
             reason = line.removeprefix("error: ") or silent
             raise LaunchError(
                 "weights server",
@@ -129,23 +127,32 @@ def _read_line(fd: int, deadline: float) -> str:
 async def _serve(arguments: argparse.Namespace, token: str | None) -> None:
     stop = asyncio.Event()
     check_bind(arguments.host, token, "weights.host")
-    sock = bind(arguments.host, arguments.port, "weights.port")
+    sock = await _bind(arguments.host, arguments.port)
     # Head and body of an answer are two writes; with Nagle the second waits 40 ms for a delayed ACK.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    watch = (
-        asyncio.create_task(_watch_parent(arguments.parent, stop), name="parent watch") if arguments.parent else None
-    )
+    watch = asyncio.create_task(_watch_parent(arguments.parent, stop), name="parent watch")
     try:
         app = create_weights_app(arguments.root, token)
         await serve(app, sock, lambda url: _report(arguments, f"{url}\n"), stop)
     finally:
-        if watch is not None:
-            watch.cancel()
+        watch.cancel()
 
 
-async def _watch_parent(parent: int, stop: asyncio.Event) -> None:
+async def _bind(host: str, port: int) -> socket.socket:
+    """A fixed port may still be held, for a moment, by the server of a trainer that was just killed."""
+    deadline = time.monotonic() + _PORT_WAIT_S
+    while True:
+        try:
+            return bind(host, port, "weights.port")
+        except LaunchError:
+            if port == 0 or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.1)
+
+
+async def _watch_parent(parent: int | None, stop: asyncio.Event) -> None:
     """End with the parent. Unlike PR_SET_PDEATHSIG this works on macOS and outlives the thread that started us."""
-    while os.getppid() == parent:
+    while parent is None or os.getppid() == parent:
         await asyncio.sleep(0.5)
     stop.set()
 
@@ -175,9 +182,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.parent:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when we end
+    token = token_from_env()
+    setup_logging("weights", secrets=(token,))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(arguments, token_from_env()))
+            runner.run(_serve(arguments, token))
     except KeyboardInterrupt:
         return 0
     except AstraFlowError as error:

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from astraflow.observe import console as module
+from astraflow.observe.console import RunDisplay, progress_display
+
+STEP = {
+    "kind": "step", "policy": "actor", "step": 3, "time_s": 75.0, "reward/mean": 0.25, "success/mean": 0.125,
+    "staleness/mean": 1.5, "queue/groups": 2.0, "nodes/tokens_per_s": 12345.6, "nodes/idle_fraction": 0.2,
+    "perf/idle_fraction": 0.4, "logprob_gap/p99": 1.2e-5, "nodes/count": 2.0,
+}  # fmt: skip
+EVAL = {"kind": "eval", "policy": "", "step": 3, "time_s": 76.0, "eval/success": 0.5, "eval/num_tasks": 40.0}
+STATUS: dict[str, Any] = {
+    "policies": {"actor": {"version": 3, "queue": 2, "gate": {"in_flight": 7, "limit": 32}}},
+    "nodes": [{"name": "node0", "leased": 60, "capacity": 64, "versions": {"actor": 3}, "silent_s": 9.0}],
+    "accounting": {"admitted": 20, "trained": 12, "dropped": {"zero_variance": 1}, "in_flight": 7},
+    "evaluation": {"open": [{"version": 3, "done": 10, "of": 40}]},
+}
+
+
+def plain() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=False, width=300, soft_wrap=True), out
+
+
+def test_without_a_terminal_each_step_is_one_plain_line(tmp_path: Path) -> None:
+    console, out = plain()
+    path = tmp_path / "metrics.jsonl"
+    with RunDisplay("demo", 60, path, console) as display:
+        display.update(STATUS)
+        path.write_text(json.dumps(STEP) + "\n")
+        display.update(STATUS)
+        with path.open("a") as file:
+            file.write(json.dumps(EVAL) + "\n")
+    assert out.getvalue().splitlines() == [
+        "[01:15] actor step 3/60  reward 0.250  success 0.125  staleness 1.50  queue 2  tok/s 12,346  gap 1.2e-05  "
+        "idle node 20%  trainer 40%  nodes 2",
+        "held-out at version 3: success 0.500 (40 tasks)",
+    ]
+
+
+def test_notes_stay(tmp_path: Path) -> None:
+    console, out = plain()
+    with RunDisplay("demo", 60, None, console) as display:
+        display.note("node0 ended with SIGKILL [9]")
+    assert out.getvalue() == "node0 ended with SIGKILL [9]\n"
+
+
+def test_a_long_wait_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUIET_S", -1.0)
+    console, out = plain()
+    with RunDisplay("demo", 60, None, console) as display:
+        display.update(STATUS)
+        display.update({})
+    first, second = out.getvalue().splitlines()
+    assert "actor waits for step 4: 2 groups are complete, 7 of 32 in flight; 1 nodes" in first
+    assert "the run starts" in second
+
+
+def test_a_terminal_gets_a_live_panel(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=150)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(STEP) + "\n" + json.dumps(EVAL) + "\n")
+    with RunDisplay("demo", 60, path, console) as display:
+        display.update(STATUS)
+        display.note("node0 starts again")
+    text = out.getvalue()
+    for part in (
+        "demo", "step 3/60", "reward 0.250", "held-out at version 3", "node0: plays 60 of 64  actor v3  silent for 9 s",
+        "20 admitted, 12 trained, 7 in flight; dropped: zero_variance 1", "evaluation of version 3: 10 of 40 tasks",
+        "node0 starts again",
+    ):  # fmt: skip
+        assert part in text
+
+
+@pytest.mark.parametrize("row", [{}, {"kind": "eval"}, {"kind": "step", "reward/mean": None, "policy": "a", "step": 1}])
+def test_missing_metrics_are_left_out(row: dict[str, Any]) -> None:
+    console, out = plain()
+    with RunDisplay("demo", 60, None, console) as display:
+        display.row(row)
+    assert out.getvalue().count("\n") == 1
+
+
+def test_the_last_status_is_kept_for_the_report() -> None:
+    display = progress_display("demo", 3)
+    with display:
+        display.update(STATUS)
+    assert display.status is STATUS
