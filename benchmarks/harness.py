@@ -72,9 +72,9 @@ class Result:
 
 
 def table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
-    """A table over the union of the rows' keys, in order of appearance."""
+    """A table over the union of the rows' keys, in order of appearance; nested values are in the file only."""
     rows = list(rows)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = list(dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, dict)))
     shown = Table(title=title)
     for column in columns:
         shown.add_column(column, overflow="fold")
