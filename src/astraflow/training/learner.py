@@ -63,9 +63,11 @@ class Learner:
         self._root = run_dir / "checkpoints" / policy
         torch.manual_seed(config.run.seed)
         torch.set_num_threads(threads or self.section.trainer.threads or _automatic_threads(config))
+        # Config and tokenizer files always come from the model of the run file, so that a version published again
+        # after a resume is equal to the byte.
+        self._directory = model_directory(self.section.model, cache_dir(), config.run.seed)
         resumed = latest_checkpoint(self._root)
-        self._directory = resumed or model_directory(self.section.model, cache_dir(), config.run.seed)
-        self.model = load_model(self._directory)
+        self.model = load_model(resumed or self._directory)
         if not threads and not self.section.trainer.threads and self.model.num_parameters() < SMALL_PARAMETERS:
             torch.set_num_threads(1)
         self.version = 0
@@ -80,6 +82,7 @@ class Learner:
             self._start_fresh()
         else:
             self._restore(load_state(resumed))
+            log.info("resumed at version %d from %s", self.version, resumed)
         self._remember_and_publish()
 
     def train(self, table: pa.Table) -> dict[str, float]:
@@ -115,7 +118,6 @@ class Learner:
             master=state_tensors(self.model) if self._bfloat16 else None,
         )
         path = save_checkpoint(self._root, self.model, self._directory, state)
-        self._directory = path  # the files of the one it came from may go
         log.info("checkpoint of version %d at %s", self.version, path)
         return path
 
@@ -165,7 +167,6 @@ class Learner:
         self.version = state.version
         for version, tensors in sorted(state.audit_versions.items()):
             self.auditor.remember(version, tensors)
-        log.info("resumed at version %d from %s", self.version, self._directory)
 
     def _remember_and_publish(self) -> None:
         tensors = self._copy()

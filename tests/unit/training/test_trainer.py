@@ -1,0 +1,214 @@
+"""The loop against a real dataflow service on port 0 and a node that plays made-up episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+import astraflow.training.trainer as trainer_module
+from astraflow.config.schema import RunConfig
+from astraflow.dataflow.client import DataflowClient
+from astraflow.dataflow.service import create_dataflow_app, serve_dataflow
+from astraflow.errors import ConfigError, WireError
+from astraflow.models.load import load_model
+from astraflow.training.checkpoint import latest_checkpoint
+from astraflow.training.learner import Learner
+from astraflow.training.trainer import run_trainer
+from astraflow.types import Episode, Trajectory
+from astraflow.wire.messages import Join, Resume
+
+
+@pytest.fixture
+def config(tiny_char):
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "r", "steps": 4, "seed": 4, "checkpoint_every": 2},
+            "sources": {"train": {"type": "calculator"}},
+            "workflow": {"type": "single_turn", "group_size": 2},
+            "policies": {
+                "actor": {
+                    "model": str(tiny_char),
+                    "batch": {"groups": 2, "max_staleness": 0},
+                    "optimizer": {"lr": 1e-2},
+                }
+            },
+            "dataflow": {"heartbeat_s": 0.1},
+        }
+    )
+
+
+@contextlib.contextmanager
+def _dataflow(config, run_dir):
+    """URL of a real service in a thread of its own."""
+    ready, urls, loops = threading.Event(), [], []
+    stop = asyncio.Event()
+
+    async def main():
+        loops.append(asyncio.get_running_loop())
+        await serve_dataflow(create_dataflow_app(config, run_dir, None), "127.0.0.1", 0, on_ready, stop)
+
+    def on_ready(url):
+        urls.append(url)
+        ready.set()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield urls[0]
+    finally:
+        loops[0].call_soon_threadsafe(stop.set)
+        thread.join(30)
+
+
+def _episode(lease, node_id, version):
+    """Tokens, logprobs and reward are functions of the episode's id."""
+    draw = np.random.default_rng(zlib.crc32(lease.episode_id.encode()))
+    size = int(draw.integers(6, 20))
+    mask = np.arange(size) >= 3
+    whole = Trajectory(
+        policy="actor", branch=0, parent_branch=-1, fork_at=0,
+        token_ids=draw.integers(3, 61, size).astype(np.int32), loss_mask=mask,
+        behavior_logprobs=np.where(mask, -4.0, 0.0).astype(np.float32),
+        versions=np.where(mask, version, -1).astype(np.int32), call_index=np.where(mask, 0, -1).astype(np.int16),
+        reward=float(lease.episode_id.endswith("/0")),
+    )  # fmt: skip
+    return Episode(
+        episode_id=lease.episode_id, attempt=lease.attempt, node_id=node_id, task=lease.task, trajectories=[whole]
+    )
+
+
+@contextlib.contextmanager
+def _node(url):
+    """A node that answers every lease with `_episode`, one by one, in order."""
+    client, ended = DataflowClient(url, give_up_s=5.0), threading.Event()
+
+    def play():
+        run = client.run()
+        client.join(Join(node_id="n", name="n", capacity=8, run_id=run.run_id))
+        while not ended.is_set():
+            with contextlib.suppress(WireError):
+                for lease in client.lease("n", 8, wait_s=0.2).leases:
+                    client.commit([_episode(lease, "n", lease.min_versions["actor"])])
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(30)
+        client.close()
+
+
+def _final(run_dir):
+    path = latest_checkpoint(run_dir / "checkpoints" / "actor")
+    assert path is not None
+    return path.name, torch.cat([p.flatten() for p in load_model(path).parameters()])
+
+
+def test_a_run_ends_with_its_last_checkpoint_and_reports_every_step(config, tmp_path):
+    with _dataflow(config, tmp_path) as url, _node(url):
+        assert run_trainer(url, "actor", tmp_path) == 0
+        status = DataflowClient(url).status()
+        assert run_trainer(url, "actor", tmp_path) == 0, "a trainer that comes late finds the run over"
+    assert _final(tmp_path)[0] == "step-000004"
+    rows = [line for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"step"' in line]
+    assert len(rows) == 4
+    for name in ("loss", "grad_norm", "policy/entropy", "logprob_gap/p99", "perf/wait_s", "perf/idle_fraction"):
+        assert all(f'"{name}"' in row for row in rows), name
+    assert status
+
+
+@pytest.mark.parametrize("killed_after", [1, 3])
+def test_a_killed_trainer_is_replaced_and_the_weights_are_those_of_an_uninterrupted_run(
+    config, tmp_path, monkeypatch, killed_after
+):
+    with _dataflow(config, tmp_path / "whole") as url, _node(url):
+        run_trainer(url, "actor", tmp_path / "whole")
+
+    class Killed(BaseException):
+        pass
+
+    original, calls = Learner.train, []
+
+    def train_and_die(self, table):
+        calls.append(self.version)
+        metrics = original(self, table)
+        if len(calls) == killed_after:
+            raise Killed  # after the version became visible, before the acknowledgement
+        return metrics
+
+    with _dataflow(config, tmp_path / "cut") as url, _node(url):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(Learner, "train", train_and_die)
+            run_trainer(url, "actor", tmp_path / "cut")
+        assert run_trainer(url, "actor", tmp_path / "cut") == 0
+    whole, cut = _final(tmp_path / "whole"), _final(tmp_path / "cut")
+    assert whole[0] == cut[0] and torch.equal(whole[1], cut[1])
+
+
+def test_an_older_trainer_ends_by_name(config, tmp_path, monkeypatch):
+    original = Learner.train
+
+    with _dataflow(config, tmp_path) as url, _node(url):
+
+        def train_while_replaced(self, table):
+            client = DataflowClient(url)
+            resume = Resume(trainer_id="newer", version=0, urls=("file:///w",), run_id=client.run().run_id)
+            client.resume("actor", resume)
+            return original(self, table)
+
+        monkeypatch.setattr(Learner, "train", train_while_replaced)
+        with pytest.raises(WireError, match="was replaced by newer") as caught:
+            run_trainer(url, "actor", tmp_path)
+    assert caught.value.status == 409
+
+
+def test_a_failure_of_the_heartbeats_ends_the_trainer(config, tmp_path, monkeypatch):
+    def refuse(self, policy, trainer_id, stats=None):
+        raise WireError("heartbeat=1 is refused; for this test", 409)
+
+    monkeypatch.setattr(DataflowClient, "trainer_heartbeat", refuse)
+    monkeypatch.setattr(trainer_module, "POLL_S", 0.05)
+    with _dataflow(config, tmp_path) as url, pytest.raises(WireError, match="heartbeat=1"):
+        run_trainer(url, "actor", tmp_path)  # no node: it would wait for its first batch
+
+
+def test_a_stop_signal_writes_a_checkpoint_and_ends_well(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module, "POLL_S", 0.05)
+    original = Learner.train
+
+    def train_then_signal(self, table):
+        metrics = original(self, table)
+        signal.raise_signal(signal.SIGTERM)
+        return metrics
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(Learner, "train", train_then_signal)
+    with _dataflow(config, tmp_path) as url, _node(url):
+        assert run_trainer(url, "actor", tmp_path) == 0
+    assert _final(tmp_path)[0] == "step-000001" and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_an_unknown_policy_is_named(config, tmp_path):
+    with _dataflow(config, tmp_path) as url, pytest.raises(ConfigError, match="policy='critic'.*actor"):
+        run_trainer(url, "critic", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://127.0.0.1:5/weights/a", "http://127.0.0.1:5/weights/a"),
+        ("http://0.0.0.0:5/weights/a", "http://127.0.0.1:5/weights/a"),
+    ],
+)
+def test_a_server_on_all_addresses_is_announced_by_one_that_can_be_reached(url, expected):
+    assert trainer_module._outward(url, "http://127.0.0.1:9") == expected
