@@ -16,6 +16,7 @@ from astraflow.errors import AstraFlowError
 
 R = TypeVar("R")
 log = logging.getLogger("astraflow.node")
+_CANCEL_S = 5.0  # for tasks to end once they are cancelled
 
 
 def start_in_thread(function: Callable[[], R], name: str) -> tuple[threading.Thread, asyncio.Future[R]]:
@@ -83,8 +84,7 @@ class Guarded:
             await self._wake.wait()
         finally:
             loop.set_exception_handler(handler)
-            for task in self._tasks:
-                task.cancel()
+            await self._cancel_all()
         if self._failure is None:
             return
         name, error = self._failure
@@ -94,6 +94,13 @@ class Guarded:
         raise AstraFlowError(
             f"task={name!r} of {self._owner} died of {type(error).__name__}: {error}; see the traceback in its log"
         ) from error
+
+    async def _cancel_all(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CANCEL_S)
 
     def _on_end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -130,9 +130,10 @@ class _Node:
         self.tasks = Guarded(f"node {options.name}")
 
     def leave(self, why: str) -> None:
-        """Finish or hand back what is in play, then go; asked a second time: go at once."""
+        """Finish or hand back what is in play, then go; asked a second time, or still being built: go at once."""
         log.info("%s: leaving the pool", why)
-        (self.over if self._leaving.is_set() else self._leaving).set()
+        at_once = self._leaving.is_set() or self._runner is None
+        (self.over if at_once else self._leaving).set()
 
     async def live(self) -> None:
         """Join, build, play until told to leave."""
@@ -198,10 +199,9 @@ class _Node:
     async def _serve_http(self, gateway: Gateway) -> str:
         """The gateway for agents with a client of their own; gives their base URL."""
         url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        stop = asyncio.Event()
-        server = self.tasks.spawn(
-            "gateway", serve(create_app(gateway), bind("127.0.0.1", 0, "gateway"), url.set_result, stop)
-        )
+        stop, sock = asyncio.Event(), bind("127.0.0.1", 0, "gateway")
+        self._closing.callback(sock.close)
+        server = self.tasks.spawn("gateway", serve(create_app(gateway), sock, url.set_result, stop))
 
         async def end() -> None:
             stop.set()

@@ -113,7 +113,8 @@ class Runner:
         """Give up on episodes whose weights (or worker) did not come in time: they fail, as data."""
         now = time.monotonic()
         for play in [p for p in self._waiting.values() if now > p.deadline]:
-            late = [p for p, v in play.lease.min_versions.items() if self._engines[p].version < v]
+            engines = self._engines
+            late = [p for p, v in play.lease.min_versions.items() if p not in engines or engines[p].version < v]
             what = f"weights: of {', '.join(late)}" if late else "worker_killed: a worker process"
             self.end(play, None, f"{what} did not come in {play.timeout_s:.3g} s")
 

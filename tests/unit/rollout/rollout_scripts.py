@@ -85,5 +85,5 @@ async def play_by_kind(task, llm):
 def in_a_thread(task, llm):
     """A workflow that is a plain function."""
     if task["kind"] == "block":
-        time.sleep(3600)  # noqa: ASYNC251
+        time.sleep(3600)
     return float(len(llm["actor"].chat([{"role": "user", "content": "1+1?"}]).content))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -163,3 +165,28 @@ async def test_a_workflow_that_cannot_be_built_ends_the_node(service, tmp_path):
         with pytest.raises(AstraFlowError, match=r"workflow\.environment.*nonsense"):
             await asyncio.wait_for(node, 20)
         assert not (await asyncio.to_thread(running.client.status))["nodes"]
+
+
+async def test_a_node_that_the_service_forgot_enters_again(service, tmp_path):
+    async with service().running() as running:
+        node = asyncio.create_task(serve_node(running.node(tmp_path)))
+        await running.resume()
+        await running.train()
+        (known,) = (await asyncio.to_thread(running.client.status))["nodes"]
+        await asyncio.to_thread(running.client.drain, known["id"])
+        for _ in range(2):
+            await running.train()
+        await asyncio.wait_for(node, 10)
+
+
+async def test_a_signal_makes_the_node_finish_and_leave(service, tmp_path):
+    async with service().running() as running:
+        node = asyncio.create_task(serve_node(running.node(tmp_path), signals=(signal.SIGUSR1,)))
+        await running.resume()
+        await running.batch()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.wait_for(node, 10)
+        status = await asyncio.to_thread(running.client.status)
+        assert not status["nodes"]
+        header, _ = await running.train()  # what was played before it left is there
+        assert header.num_episodes == 4
