@@ -186,6 +186,11 @@ class Shell:
             applied = machine.apply(_decode(logged), now)
         except c.Refusal:  # it was refused the first time too
             return
+        except Exception as error:
+            raise JournalError(
+                "journal", str(self.journal.path), f"cannot be replayed ({error!r})",
+                "report this with the journal; start the run again in a new directory to go on",
+            ) from error  # fmt: skip
         for instruction in applied.instructions:
             if isinstance(instruction, c.MetricsRow):
                 self.metrics.append(instruction)
@@ -206,7 +211,7 @@ class Shell:
             self.end("machine", error)
             for _, future in pending:
                 if not future.done():
-                    future.cancel()
+                    future.set_exception(HttpError(500, f"dataflow=machine died ({error!r}); see its log"))
 
     def _apply(self, pending: list[tuple[c.Command, asyncio.Future[Any]]], now: float) -> None:
         topics: set[str] = set()

@@ -73,6 +73,8 @@ def _check_anything_left(context: Context, name: str, policy: PolicyState) -> No
     if policy.dropped_in_row < limit:
         return
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(policy.dropped.items()))
+    if context.state.errors:
+        reasons += "; episode errors: " + ", ".join(f"{k} {n}" for k, n in sorted(context.state.errors.items()))
     fail(
         context,
         Failed(

@@ -4,8 +4,7 @@
 neither trained nor dropped. A group is admitted while F < (S + 1) * G for every policy. A group admitted at version v
 finds at most (S + 1) * G - 1 others in flight, so by the time those are trained, S further steps have been taken
 and this group is in the next one: the trainer is then at most at v + S, hence staleness <= S as long as groups leave in
-the order of their age. Groups that overtake break that argument, not the bound: the check at hand-out (`machine.queues`) is
-hard.
+the order of their age. Groups that overtake break that argument, not the bound: the check at hand-out is hard.
 Example: G = 16, S = 0: 16 groups are admitted, nothing more until their step is acknowledged: synchronous training.
 
 Never more groups are admitted than the remaining steps need, so nothing is played for nothing at the end.

@@ -21,7 +21,8 @@ class Evaluation:
     @property
     def done(self) -> bool:
         """No round is open and none will come."""
-        return self._context.plan.evaluation is None or self._context.state.next_round < 0
+        state = self._context.state
+        return self._context.plan.evaluation is None or (state.next_round < 0 and not state.rounds)
 
     @property
     def waiting(self) -> bool:

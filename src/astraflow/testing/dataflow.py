@@ -1,0 +1,244 @@
+"""Small runs of the dataflow room for tests: a source, a run file, episodes, and a machine with a hand-turned clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from astraflow.config.schema import RunConfig
+from astraflow.contracts import Source
+from astraflow.dataflow.machine import commands as c
+from astraflow.dataflow.machine.records import Batch, EpisodeCommit, Part, Put
+from astraflow.dataflow.state import Machine
+from astraflow.types import Episode, EpisodeLease, Trajectory
+from astraflow.wire import messages as m
+
+
+class Rows:
+    """A source of `size` rows; `salt` changes its content."""
+
+    def __init__(self, size: int = 10, salt: str = "") -> None:
+        self._size, self._salt = size, salt
+
+    def __len__(self) -> int:
+        return self._size
+
+    def row(self, index: int) -> dict[str, Any]:
+        return {"question": f"q{index}{self._salt}"}
+
+    def fingerprint(self) -> str:
+        return f"rows/{self._size}/{self._salt}"
+
+
+def sources(size: int = 10, held: int = 3, salt: str = "") -> dict[str, Source]:
+    """The sources of `small_config`."""
+    return {"train": Rows(size, salt), "held": Rows(held)}
+
+
+def policy_section(groups: int = 2, max_staleness: int = 1, max_dropped_groups: int = 1000, **more: Any) -> Any:
+    """One [policies.<name>] section as a mapping."""
+    batch = {"groups": groups, "max_staleness": max_staleness, "max_dropped_groups": max_dropped_groups}
+    return {"model": "tiny-char", "batch": batch, **more}
+
+
+def small_config(**changes: Any) -> RunConfig:
+    """One policy "actor": 2 groups of 2 episodes a batch, staleness 1, 5 steps. `run__steps=3` changes `run.steps`."""
+    raw: dict[str, Any] = {
+        "run": {"name": "small", "steps": 5, "seed": 3},
+        "sources": {"train": {"type": "sums"}, "held": {"type": "sums"}},
+        "workflow": {"type": "single_turn", "group_size": 2, "timeout_s": 20.0, "max_attempts": 2},
+        "policies": {"actor": policy_section()},
+    }
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        node = raw
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return RunConfig.model_validate(raw)
+
+
+def trajectory(
+    reward: float | None, version: int = 0, *, policy: str = "actor", branch: int = 0, tokens: int = 4, marker: int = 7
+) -> Trajectory:
+    """`tokens` tokens, ids from `marker` on, of which the first was given and the rest sampled at `version`."""
+    mask = np.arange(tokens) > 0
+    return Trajectory(
+        policy=policy,
+        branch=branch,
+        parent_branch=branch - 1,
+        fork_at=0,
+        token_ids=np.arange(marker, marker + tokens, dtype=np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        versions=np.where(mask, version, -1).astype(np.int32),
+        call_index=np.where(mask, 0, -1).astype(np.int16),
+        reward=reward,
+    )
+
+
+def episode(
+    lease: EpisodeLease,
+    node_id: str,
+    reward: float | None = 1.0,
+    version: int = 0,
+    *,
+    error: str | None = None,
+    trajectories: list[Trajectory] | None = None,
+) -> Episode:
+    """What a node commits for `lease`."""
+    if trajectories is None:
+        trajectories = [] if error is not None else [trajectory(reward, version)]
+    return Episode(
+        episode_id=lease.episode_id,
+        attempt=lease.attempt,
+        node_id=node_id,
+        task=lease.task,
+        trajectories=trajectories,
+        error=error,
+    )
+
+
+class Desk:
+    """A machine and its clock; every command is kept, as the journal would, so that `restart` can replay them."""
+
+    def __init__(self, config: RunConfig, rows: Mapping[str, Source] | None = None) -> None:
+        self.config, self._rows = config, dict(rows or sources())
+        self.machine = Machine(config, self._rows)
+        self.now = 0.0
+        self.instructions: list[c.Instruction] = []
+        self._log: list[tuple[float, c.Command]] = []
+        self._snapshot: bytes | None = None
+        self._num_requests = self._num_puts = 0
+
+    def do(self, command: c.Command) -> Any:
+        """Apply a command now."""
+        self._log.append((self.now, command))
+        applied = self.machine.apply(command, self.now)
+        self.instructions += applied.instructions
+        return applied.reply
+
+    def start(self, *nodes: str, version: int = 0) -> None:
+        """Every policy's trainer "t" resumes at `version`, and the nodes join."""
+        for name in self.config.policies:
+            self.resume(version, policy=name)
+        for node_id in nodes or ("n",):
+            self.do(c.JoinNode(m.Join(node_id=node_id, name=node_id, capacity=8, run_id="r")))
+
+    def resume(self, version: int, trainer: str = "t", policy: str = "actor") -> m.ResumeReply:
+        """A trainer starts."""
+        resume = m.Resume(trainer_id=trainer, version=version, urls=("file:///w",), run_id="r")
+        reply: m.ResumeReply = self.do(c.ResumePolicy(policy, resume))
+        return reply
+
+    def lease(self, n: int = 1, node: str = "n", request: str | None = None) -> list[EpisodeLease]:
+        """Up to `n` episodes."""
+        self._num_requests += 1
+        leases: list[EpisodeLease] = self.do(c.LeaseEpisodes(node, request or f"r{self._num_requests}", n))
+        return leases
+
+    def commit(
+        self,
+        leases: Sequence[EpisodeLease],
+        reward: Callable[[EpisodeLease], float | None] | Sequence[float | None] = lambda lease: 1.0,
+        *,
+        version: int = 0,
+        node: str = "n",
+        error: str | None = None,
+        policies: Sequence[str] = (),
+    ) -> dict[str, str]:
+        """Commit an episode for each lease, one row per policy."""
+        self._num_puts += 1
+        put = Put(1 + self._num_puts // 100, 64 * self._num_puts, 64)
+        rewards = [reward(lease) for lease in leases] if callable(reward) else list(reward)
+        episodes = []
+        for i, (lease, value) in enumerate(zip(leases, rewards, strict=True)):
+            parts = [
+                Part(name, put.key, [i], [version], version, 3, 0, value) for name in policies or self.config.policies
+            ]
+            parts = parts if error is None else []
+            episodes.append(EpisodeCommit(lease.episode_id, lease.attempt, error, {}, parts))
+        answers: dict[str, str] = self.do(c.CommitEpisodes(node, put, episodes))
+        return answers
+
+    def play(self, n: int, version: int = 0, node: str = "n") -> list[EpisodeLease]:
+        """Lease `n` episodes and commit them, rewards 0 and 1 in turn within each group."""
+        leases = self.lease(n, node)
+        self.commit(leases, lambda lease: float(int(lease.episode_id[-1]) % 2), version=version, node=node)
+        return leases
+
+    def take(self, version: int, trainer: str = "t", policy: str = "actor") -> Batch | None:
+        """The batch that follows `version`."""
+        grant = self.do(c.TakeBatch(policy, trainer, version))
+        return self.machine.state.policies[policy].batches[grant.step] if grant is not None else None
+
+    def ack(self, step: int, trainer: str = "t", policy: str = "actor", **metrics: float) -> None:
+        """Step `step` is trained."""
+        self.do(c.AckBatch(policy, f"{policy}/{step}", m.Ack(trainer_id=trainer, version=step, metrics=metrics)))
+
+    def cover(self, version: int, trainer: str = "t", policy: str = "actor") -> None:
+        """A checkpoint of `version` exists."""
+        self.do(c.CoverBatches(policy, m.Checkpoint(trainer_id=trainer, version=version)))
+
+    def step(self, version: int, policy: str = "actor") -> Batch:
+        """Take and acknowledge the batch that follows `version`."""
+        batch = self.take(version, policy=policy)
+        assert batch is not None
+        self.ack(batch.step, policy=policy)
+        return batch
+
+    def pass_time(self, seconds: float) -> c.Expire | None:
+        """Turn the clock and let what is due expire."""
+        self.now += seconds
+        expire = self.machine.due(self.now)
+        if expire is not None:
+            self.do(expire)
+        return expire
+
+    def keep_snapshot(self) -> None:
+        """What the journal does from time to time."""
+        self._snapshot, self._log = self.machine.snapshot(), []
+
+    def restart(self) -> None:
+        """Lose the machine; build it again from the last snapshot and the commands after it."""
+        self.machine = Machine(self.config, self._rows, self._snapshot)
+        for now, command in self._log:
+            try:
+                self.machine.apply(command, now)
+            except c.Refusal:
+                continue
+        self.do(c.Reopen())
+
+
+def check_law(machine: Machine) -> None:
+    """The accounting law, the gate, and that every byte that is needed is kept and no other.
+
+    Raises: AssertionError: naming what does not hold.
+    """
+    state = machine.state
+    for name, policy in state.policies.items():
+        assert policy.num_dropped == sum(policy.dropped.values()), name
+        held = [g.group_id for _, _, g in policy.queue]
+        held += [g.group_id for b in policy.batches.values() if not b.acked for g in b.groups]
+        playing = [g for g in state.groups.values() if g.purpose == "train"]
+        open_here = [g.group_id for g in playing if name in state.tasks[g.group_id].open_policies]
+        assert policy.in_flight == len(held) + len(open_here), f"{name}: in flight is not what is held"
+        limit = (machine.context.plan.policies[name].max_staleness + 1) * machine.context.plan.policies[name].groups
+        assert policy.in_flight <= limit, f"{name}: gate exceeded"
+        assert policy.trained == policy.latest * machine.context.plan.policies[name].groups or policy.latest < 1
+    assert state.admitted == state.trained + sum(state.dropped.values()) + len(state.tasks)
+    kept = [e.part for p in state.policies.values() for _, _, g in p.queue for e in g.entries]
+    kept += [e.part for p in state.policies.values() for b in p.batches.values() for g in b.groups for e in g.entries]
+    kept += [
+        part for g in state.groups.values() if g.purpose == "train" for r in g.results if r is not None
+        if r.error is None for part in r.parts
+    ]  # fmt: skip
+    refs: dict[int, int] = {}
+    for part in kept:
+        refs[part.put] = refs.get(part.put, 0) + 1
+    assert refs == state.put_refs
+    assert set(refs) == set(state.puts)
+    segments = [put.segment for put in state.puts.values()]
+    assert {s: segments.count(s) for s in segments} == state.segment_puts

@@ -1,0 +1,164 @@
+"""Leases, attempts, late and repeated results."""
+
+from __future__ import annotations
+
+import pytest
+
+from astraflow.dataflow.machine import commands as c
+from astraflow.testing.dataflow import Desk, check_law, small_config
+
+
+@pytest.fixture
+def desk() -> Desk:
+    desk = Desk(small_config())
+    desk.start("n", "other")
+    return desk
+
+
+def test_a_repeated_lease_request_gets_the_same_leases(desk: Desk) -> None:
+    first = desk.lease(3, request="same")
+    assert desk.lease(3, request="same") == first
+    assert desk.lease(3, request="new") != first
+
+
+def test_a_repeated_request_gets_only_what_is_still_held(desk: Desk) -> None:
+    first = desk.lease(3, request="same")
+    desk.commit(first[:1])
+    assert desk.lease(3, request="same") == first[1:]
+
+
+def test_an_unknown_node_is_told_to_join_again(desk: Desk) -> None:
+    with pytest.raises(c.Refusal, match="join again") as caught:
+        desk.lease(1, node="stranger")
+    assert caught.value.status == 404
+
+
+def test_joining_again_keeps_the_leases(desk: Desk) -> None:
+    leases = desk.lease(2)
+    desk.start("n")
+    assert list(desk.machine.state.nodes["n"].held) == [lease.episode_id for lease in leases]
+
+
+def test_a_lease_that_runs_out_is_offered_again_first_with_the_next_attempt(desk: Desk) -> None:
+    (lost,) = desk.lease(1)
+    desk.now += 25
+    desk.machine.live.hear_node("n", desk.now)
+    desk.machine.live.hear_node("other", desk.now)
+    desk.pass_time(5)
+    (again,) = desk.lease(1, node="other")
+    assert (again.episode_id, again.attempt) == (lost.episode_id, 2)
+    assert desk.commit([lost]) == {lost.episode_id: "refused: attempt 1 is over, attempt 2 is held by other"}
+    assert desk.commit([again], node="other") == {again.episode_id: "accepted"}
+    assert desk.commit([lost]) == {lost.episode_id: "refused: attempt 1 is over, attempt 2 was accepted"}
+    assert desk.machine.state.num_refused == 2
+
+
+def test_a_live_node_keeps_its_lease_until_the_deadline_of_the_episode(desk: Desk) -> None:
+    desk.lease(1)
+    for _ in range(29):
+        desk.now += 1
+        desk.machine.live.hear_node("n", desk.now)
+        desk.machine.live.hear_node("other", desk.now)
+        assert desk.machine.due(desk.now) is None
+    desk.now += 1
+    expire = desk.machine.due(desk.now)
+    assert expire is not None and len(expire.leases) == 1
+
+
+def test_a_silent_node_dies_and_its_leases_are_offered_again(desk: Desk) -> None:
+    leases = desk.lease(3)
+    desk.now = 9.0
+    desk.machine.live.hear_node("other", desk.now)
+    desk.pass_time(2)
+    assert list(desk.machine.state.nodes) == ["other"]
+    assert desk.machine.state.num_lost == 3
+    again = desk.lease(3, node="other")
+    assert [(x.episode_id, x.attempt) for x in again] == [(x.episode_id, 2) for x in leases]
+    assert [i.kind for i in desk.instructions if isinstance(i, c.Event)][-1] == "node_died"
+
+
+def test_a_result_of_a_dead_node_is_refused_while_its_episode_waits(desk: Desk) -> None:
+    leases = desk.lease(1)
+    desk.do(c.Expire(nodes=["n"]))
+    answer = desk.commit(leases)[leases[0].episode_id]
+    assert answer == "refused: attempt 1 is over, attempt 2 waits for a node"
+
+
+def test_draining_gives_leases_back_without_counting_an_attempt_as_lost(desk: Desk) -> None:
+    for _ in range(5):
+        desk.start("n")
+        (lease,) = desk.lease(1)
+        desk.do(c.DrainNode("n"))
+        desk.do(c.DrainNode("n"))
+    assert lease.attempt == 5
+    assert desk.machine.state.num_lost == 0 and len(desk.machine.state.groups) == 1
+
+
+def test_an_exact_duplicate_is_known_also_after_its_group_is_closed(desk: Desk) -> None:
+    leases = desk.lease(2)
+    assert set(desk.commit(leases, [0.0, 1.0]).values()) == {"accepted"}
+    assert desk.machine.state.groups == {}
+    assert set(desk.commit(leases, [0.0, 1.0]).values()) == {"duplicate"}
+    desk.play(2)
+    desk.step(0)
+    assert set(desk.commit(leases, [0.0, 1.0]).values()) == {"duplicate"}
+    check_law(desk.machine)
+
+
+def test_an_attempt_that_was_never_leased_or_is_held_by_another_node_is_refused(desk: Desk) -> None:
+    (lease,) = desk.lease(1)
+    answer = desk.commit([lease], node="other")[lease.episode_id]
+    assert answer == "refused: attempt 1 is held by n, not by other"
+    early = type(lease)(**{f: getattr(lease, f) for f in lease.__struct_fields__} | {"attempt": 3})
+    assert desk.commit([early])[lease.episode_id] == "refused: attempt 3 was never leased"
+
+
+@pytest.mark.parametrize("episode_id", ["train/0/99/0", "nonsense", "train/0/1/x", ""])
+def test_an_episode_that_nobody_leased_is_refused(desk: Desk, episode_id: str) -> None:
+    (lease,) = desk.lease(1)
+    strange = type(lease)(**{f: getattr(lease, f) for f in lease.__struct_fields__} | {"episode_id": episode_id})
+    assert desk.commit([strange])[episode_id].startswith("refused: ")
+
+
+def test_an_episode_with_an_error_is_unscored_and_counted_by_kind(desk: Desk) -> None:
+    leases = desk.lease(2)
+    desk.commit(leases[:1], error="timeout: took 20 s")
+    desk.commit(leases[1:])
+    assert desk.machine.state.errors == {"timeout": 1}
+    assert desk.machine.state.policies["actor"].dropped == {"unscored": 1}
+    check_law(desk.machine)
+
+
+def test_an_episode_whose_attempts_are_all_lost_counts_as_failed_and_its_group_completes(desk: Desk) -> None:
+    leases = desk.lease(2)
+    desk.commit(leases[1:])
+    for attempt in (1, 2):
+        desk.do(c.Expire(leases=[(leases[0].episode_id, attempt)]))
+        desk.lease(1, node="other")
+    assert desk.machine.state.errors == {"lost": 1}
+    assert desk.machine.state.policies["actor"].dropped == {"unscored": 1}
+    assert desk.commit(leases[:1])[leases[0].episode_id] == "refused: attempt 1 is over, all attempts were lost"
+    check_law(desk.machine)
+
+
+def test_a_node_is_told_once_which_of_its_leases_are_no_longer_held(desk: Desk) -> None:
+    (lease,) = desk.lease(1)
+    desk.do(c.Expire(leases=[(lease.episode_id, 1)]))
+    assert desk.machine.live.nodes["n"].cancelled == [lease.episode_id]
+
+
+def test_an_expiry_of_an_attempt_that_is_over_changes_nothing(desk: Desk) -> None:
+    leases = desk.lease(2)
+    desk.commit(leases, [0.0, 1.0])
+    before = desk.machine.snapshot()
+    desk.do(c.Expire(leases=[(leases[0].episode_id, 1), ("train/9/9/0", 1)]))
+    assert desk.machine.snapshot() == before
+
+
+def test_a_group_of_one_is_not_unscored() -> None:
+    section = {"operators": ["keep_all"]}
+    desk = Desk(small_config(workflow__group_size=1, policies__actor={"model": "m", "batch": {"groups": 1}, **section}))
+    desk.start()
+    desk.commit(desk.lease(1))
+    batch = desk.take(0)
+    assert batch is not None and [e.advantage for e in batch.groups[0].entries] == [0.0]
