@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow.engines.decoder import Decoder
-from astraflow.engines.rows import Request, Rows
-from astraflow.engines.sampler import row_key
-from astraflow.models.load import load_model
+from astraflow.engines.local.decoder import Decoder
+from astraflow.engines.local.rows import Request, Rows
+from astraflow.engines.local.sampler import row_key
+from astraflow.models.load import load_model, state_tensors
 from astraflow.types import Generation, Sampling
 
 
@@ -70,12 +70,81 @@ def test_a_prefill_over_the_budget_is_split(decoder: Decoder, monkeypatch: pytes
     requests = [ask(f"r{i}", [1 + i] * (10 + 9 * i), 5) for i in range(12)]
     with torch.inference_mode():
         whole.admit(requests)
-        monkeypatch.setattr("astraflow.engines.decoder._PREFILL_TOKENS", 64)
+        monkeypatch.setattr("astraflow.engines.local.decoder._PREFILL_TOKENS", 64)
         decoder.admit(requests)
     a, b = run(whole), run(decoder)
     for name, generation in a.items():
         np.testing.assert_array_equal(generation.token_ids, b[name].token_ids)
         np.testing.assert_allclose(generation.logprobs, b[name].logprobs, atol=1e-5)
+
+
+def follow_up(prompt: list[int], generation: Generation, new: list[int]) -> list[int]:
+    return prompt + generation.token_ids.tolist() + new
+
+
+def test_a_next_turn_computes_only_what_is_new_and_samples_the_same(endless_dir: Path) -> None:
+    model = load_model(endless_dir).requires_grad_(False)
+    warm, cold = Decoder(model, (), 64, 512, 1 << 20), Decoder(model, (), 64, 512, 0)
+    first = {f"r{i}": [1 + i] * (3 + 2 * i) for i in range(12)}
+    with torch.inference_mode():
+        for decoder in (warm, cold):
+            decoder.admit([ask(name, prompt, 3 + i) for i, (name, prompt) in enumerate(first.items())])
+        turns, same = run(warm), run(cold)
+        second = {n: follow_up(p, turns[n], [7] * (1 + 5 * i % 11)) for i, (n, p) in enumerate(first.items())}
+        strangers = [ask("new0", [31, 9, 9, 1], 6), ask("new1", [30] * 40, 6)]
+        before = warm.prefill_tokens
+        for decoder in (warm, cold):
+            decoder.admit([*strangers, *(ask(name, prompt, 20) for name, prompt in second.items())])
+        computed = warm.prefill_tokens - before
+        # Of a known row: its last sampled token, which was never read, and the new ones but the last.
+        assert computed == 3 + 39 + sum(1 + 5 * i % 11 for i in range(12))
+        ours, fresh = run(warm), run(cold)
+    for name in first:
+        np.testing.assert_array_equal(turns[name].token_ids, same[name].token_ids)
+    for name in ours:
+        np.testing.assert_array_equal(ours[name].token_ids, fresh[name].token_ids)
+        np.testing.assert_allclose(ours[name].logprobs, fresh[name].logprobs, atol=1e-4)
+
+
+def test_a_sibling_that_comes_later_finds_the_prompt(endless_dir: Path) -> None:
+    decoder = Decoder(load_model(endless_dir).requires_grad_(False), (), 64, 512, 1 << 20)
+    with torch.inference_mode():
+        for i in range(3):
+            decoder.admit([ask(f"r{i}", [1, 5, 9, 3, 3], 9)])
+            decoder.step()
+    assert decoder.prefill_tokens == 4
+    assert len(run(decoder)) == 3
+
+
+def test_a_swap_forgets_known_prefixes(endless_dir: Path) -> None:
+    model = load_model(endless_dir).requires_grad_(False)
+    decoder = Decoder(model, (), 64, 512, 1 << 20)
+    tensors = {name: t.clone() for name, t in state_tensors(model).items()}
+    with torch.inference_mode():
+        decoder.admit([ask("a", [1, 5, 9, 3], 4)])
+        turn = run(decoder)["a"]
+        decoder.swap(1, tensors)
+        before = decoder.prefill_tokens
+        decoder.admit([ask("b", follow_up([1, 5, 9, 3], turn, [4]), 4)])
+        assert decoder.prefill_tokens - before == 4 + 4
+        run(decoder)
+
+
+def test_a_next_turn_at_the_end_of_the_context(endless_dir: Path) -> None:
+    model = load_model(endless_dir).requires_grad_(False)
+    warm, cold = Decoder(model, (), 64, 24, 1 << 20), Decoder(model, (), 64, 24, 0)
+    results = []
+    with torch.inference_mode():
+        for decoder in (warm, cold):
+            decoder.admit([ask("a", [1] * 16, 3), ask("b", [2] * 5, 3)])
+            turns = run(decoder)
+            # The padding of "a" reaches beyond the context: "b" has more new tokens.
+            decoder.admit([ask("a2", follow_up([1] * 16, turns["a"], [3, 3]), 9), ask("b2", [2] * 5 + [4] * 12, 9)])
+            results.append(run(decoder))
+    for name, length in (("a2", 3), ("b2", 7)):
+        assert len(results[0][name].token_ids) == length
+        np.testing.assert_array_equal(results[0][name].token_ids, results[1][name].token_ids)
+        np.testing.assert_allclose(results[0][name].logprobs, results[1][name].logprobs, atol=1e-4)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=20), st.data())

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from astraflow.engines.inbox import Inbox
 from astraflow.engines.local import LocalEngine
-from astraflow.engines.rows import Request
+from astraflow.engines.local.inbox import Inbox
+from astraflow.engines.local.rows import Request
 from astraflow.errors import EngineError, ModelError
 from astraflow.models.load import load_model, state_tensors
 from astraflow.types import Generation, Sampling

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow.engines.sampler import row_key, sample, uniforms
+from astraflow.engines.local.sampler import row_key, sample, uniforms
 from astraflow.errors import EngineError
 
 ROW = np.dtype([("temperature", float), ("top_p", float), ("top_k", np.int64)])

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from astraflow.engines.rows import Request
+from astraflow.engines.local.rows import Request
 from astraflow.errors import AstraFlowError, EngineError
 from astraflow.types import Generation
 

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from astraflow.engines.decoder import Decoder
-from astraflow.engines.inbox import Inbox, Swap, Work
+from astraflow.engines.local.decoder import Decoder
+from astraflow.engines.local.inbox import Inbox, Swap, Work
+from astraflow.engines.local.rows import Request
+from astraflow.engines.local.sampler import row_key
 from astraflow.engines.requests import check_sampling, checked_prompt
-from astraflow.engines.rows import Request
-from astraflow.engines.sampler import row_key
 from astraflow.errors import AstraFlowError, EngineError, ModelError
 from astraflow.models.chat import eos_ids
 from astraflow.models.load import load_model
@@ -40,7 +40,8 @@ class LocalEngine:
 
     Args: model_dir: a Hugging Face directory; max_concurrency: rows decoded at once, more requests wait; max_context: 0
     is the model's own limit; threads: intra-op threads, of the whole process; seed: of requests that bring none;
-    delay_s: every request waits this long before it starts.
+    delay_s: every request waits this long before it starts; prefix_cache_mb: memory for keys and values of prompts and
+    finished turns that may come back, 0 keeps none.
     Raises: ModelError: the directory holds no model that this engine can run.
     """
 
@@ -54,12 +55,15 @@ class LocalEngine:
         threads: int = 1,
         seed: int = 0,
         delay_s: float = 0.0,
+        prefix_cache_mb: int = 256,
     ) -> None:
         torch.set_num_threads(max(threads, 1))
         model = load_model(model_dir, dtype, "sdpa").requires_grad_(False)
         self._max_context = _context_limit(model.config, max_context)
         self._vocab_size: int = model.config.get_text_config().vocab_size
-        self._decoder = Decoder(model, eos_ids(Path(model_dir)), max_concurrency, self._max_context)
+        self._decoder = Decoder(
+            model, eos_ids(Path(model_dir)), max_concurrency, self._max_context, prefix_cache_mb << 20
+        )
         self._max_concurrency, self._seed, self._delay_s = max_concurrency, seed, delay_s
         self._serial = itertools.count()
         self._counts = {"busy_s": 0.0, "requests": 0.0, "swaps": 0.0}

@@ -1,0 +1,73 @@
+"""Keys and values of prefixes that may come back: a group's prompt for its next sibling, a turn for the one after it.
+
+Everything on the shelf was computed under the weights in force; a swap clears it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """Stored keys and values of `tokens` leading ids, `[layers, heads, tokens, width]`, own memory."""
+
+    tokens: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of both."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+class Shelf:
+    """Least recently used first out, bounded in bytes. An id list is its own key, so a hit is never a guess."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._stored: OrderedDict[bytes, Prefix] = OrderedDict()
+        self._lengths: Counter[int] = Counter()  # of the stored prefixes, in tokens
+
+    def __contains__(self, ids: np.ndarray) -> bool:
+        return ids.tobytes() in self._stored
+
+    def find(self, ids: np.ndarray) -> Prefix | None:
+        """The longest stored prefix of `ids` ([n] int32) that leaves at least the last id to be read."""
+        for length in sorted((n for n in self._lengths if n < ids.size), reverse=True):
+            key = ids[:length].tobytes()
+            found = self._stored.get(key)
+            if found is not None:
+                self._stored.move_to_end(key)
+                return found
+        return None
+
+    def put(self, ids: np.ndarray, prefix: Prefix) -> None:
+        """Keep `prefix` of all of `ids`; the longest unused go when there is no room."""
+        key = ids.tobytes()
+        if key in self._stored:
+            self._stored.move_to_end(key)
+            return
+        if prefix.num_bytes > self._max_bytes:
+            return
+        self._stored[key] = prefix
+        self._lengths[prefix.tokens] += 1
+        self._bytes += prefix.num_bytes
+        while self._bytes > self._max_bytes:
+            _, dropped = self._stored.popitem(last=False)
+            self._bytes -= dropped.num_bytes
+            self._lengths[dropped.tokens] -= 1
+            if not self._lengths[dropped.tokens]:
+                del self._lengths[dropped.tokens]
+
+    def clear(self) -> None:
+        """Forget all: the weights have changed."""
+        self._stored.clear()
+        self._lengths.clear()
+        self._bytes = 0
