@@ -4,7 +4,7 @@ Registered with transformers under the name `IMPLEMENTATION`. No mask function i
 builds no mask; the layout of the pack reaches the attention function as the keyword `pack_layout` of the forward call.
 
 CPU: neighbours of equal (or nearly equal) length share one batched causal call. Padding on the right is harmless
-without a mask: a real token never attends to what comes after it. CUDA: one variable-length kernel for the pack.
+without a mask: a real token never attends to what comes after it. CUDA in half precision: one variable-length kernel.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ class PackLayout:
 
     cu_lengths: torch.Tensor  # [S + 1] int32 on the model's device
     longest: int
-    buckets: tuple[Bucket, ...]  # CPU only
+    buckets: tuple[Bucket, ...]  # empty: the variable-length kernel is used
 
 
-def pack_layout(cu_lengths: np.ndarray, device: torch.device) -> PackLayout:
-    """Layout of sequences that lie longest first. `cu_lengths`: [S + 1] int32."""
+def pack_layout(cu_lengths: np.ndarray, device: torch.device, dtype: torch.dtype) -> PackLayout:
+    """Layout of sequences that lie longest first. `cu_lengths`: [S + 1] int32; `dtype`: of the attention's inputs."""
     lengths = np.diff(cu_lengths)
-    buckets = tuple(_buckets(lengths)) if device.type != "cuda" else ()
+    varlen = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    buckets = () if varlen else tuple(_buckets(lengths, device))
     return PackLayout(torch.from_numpy(cu_lengths).to(device), int(lengths.max()), buckets)
 
 
-def _buckets(lengths: np.ndarray) -> list[Bucket]:
+def _buckets(lengths: np.ndarray, device: torch.device) -> list[Bucket]:
     buckets = []
     start = 0
     while start < len(lengths):
@@ -59,12 +60,12 @@ def _buckets(lengths: np.ndarray) -> list[Bucket]:
         room = longest * np.arange(1, len(total) + 1)
         fits = (room - total <= MAX_PADDING * room) | (room <= SMALL_BUCKET_TOKENS)
         count = len(fits) if fits.all() else int(np.argmin(fits))
-        buckets.append(_bucket(lengths[start : start + count]))
+        buckets.append(_bucket(lengths[start : start + count], device))
         start += count
     return buckets
 
 
-def _bucket(lengths: np.ndarray) -> Bucket:
+def _bucket(lengths: np.ndarray, device: torch.device) -> Bucket:
     count, longest, tokens = len(lengths), int(lengths[0]), int(lengths.sum())
     if lengths[-1] == longest:
         return Bucket(tokens, count, longest, None, None)
@@ -73,9 +74,8 @@ def _bucket(lengths: np.ndarray) -> Bucket:
     real = column < lengths[:, None]
     # A pad repeats its sequence's last token: finite numbers that no real token ever sees.
     gather = starts[:, None] + np.minimum(column, lengths[:, None] - 1)
-    return Bucket(
-        tokens, count, longest, torch.from_numpy(gather.ravel()), torch.from_numpy(np.flatnonzero(real.ravel()))
-    )
+    indices = (torch.from_numpy(index).to(device) for index in (gather.ravel(), np.flatnonzero(real.ravel())))
+    return Bucket(tokens, count, longest, *indices)
 
 
 def packed_attention(
@@ -98,7 +98,7 @@ def packed_attention(
             "use a decoder with plain causal attention and call it through training.forward",
         )  # fmt: skip
     window = sliding_window if sliding_window and sliding_window < pack_layout.longest else None
-    if query.is_cuda:
+    if not pack_layout.buckets:
         return _varlen(query, key, value, pack_layout, scaling, window), None
     grouped = query.shape[1] != key.shape[1]
     sizes = [bucket.tokens for bucket in pack_layout.buckets]
@@ -127,7 +127,8 @@ def _bucket_attention(
     query, key, value = (torch.unflatten(x, 0, shape).transpose(1, 2) for x in (query, key, value))
     mask = None
     if window is not None and window < bucket.length:
-        age = torch.arange(bucket.length)[:, None] - torch.arange(bucket.length)
+        position = torch.arange(bucket.length, device=query.device)
+        age = position[:, None] - position
         mask = (age >= 0) & (age < window)
     output = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped

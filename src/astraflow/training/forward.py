@@ -48,14 +48,15 @@ class PackedPolicy(nn.Module):
         """Logprobs [N] float32 (with gradient) and entropies [N] float32 (without), of `log_softmax(logits / T)`."""
         model = self.model
         device = model.device
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else model.dtype
         hidden = model.base_model(
             input_ids=torch.from_numpy(pack.token_ids).to(device)[None],
             position_ids=torch.from_numpy(pack.position_ids).to(device)[None],
             use_cache=False,
-            pack_layout=pack_layout(pack.cu_lengths, device),
+            pack_layout=pack_layout(pack.cu_lengths, device, dtype),
         ).last_hidden_state[0]
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden.dtype
         picked = hidden.index_select(0, torch.from_numpy(pack.target_index).to(device)).to(dtype)
         targets = torch.from_numpy(pack.target_ids).to(device)
         logprobs, entropies = [], []

@@ -52,9 +52,7 @@ def test_training_goes_on_bit_for_bit(stepped, tiny_char, tmp_path):
     for one in (stepper, again):
         one.step(rows, 1)
         one.step(rows, 2)
-    assert all(
-        torch.equal(a, b) for a, b in zip(stepper.model.parameters(), again.model.parameters(), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(stepper.model.parameters(), again.model.parameters(), strict=True))
 
 
 def test_any_tool_can_load_it(stepped, tiny_char, tmp_path):

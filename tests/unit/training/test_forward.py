@@ -82,7 +82,7 @@ def test_a_sequence_does_not_see_its_neighbours(make_model, random_rows):
 def test_buckets_hold_every_token_once_with_little_padding(lengths):
     lengths = np.array(sorted(lengths, reverse=True))
     cu_lengths = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    layout = attention.pack_layout(cu_lengths, torch.device("cpu"))
+    layout = attention.pack_layout(cu_lengths, torch.device("cpu"), torch.float32)
     assert sum(b.tokens for b in layout.buckets) == lengths.sum()
     for bucket in layout.buckets:
         room = bucket.count * bucket.length
@@ -126,7 +126,9 @@ def test_chunks_of_the_head_change_nothing(make_model, random_rows, chunk):
 
 
 def test_the_head_passes_a_numerical_gradient_check():
-    hidden, weight, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 4), (7, 4), (7,)))
+    hidden, weight, bias = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 4), (7, 4), (7,))
+    )
     targets = torch.tensor([0, 6, 2, 3, 3])
 
     def plain(h, w, b):

@@ -41,7 +41,9 @@ def batches(make_table, random_rows):
     tables = []
     for i in range(6):
         rows = random_rows([20, 9, 14, 33], seed=i)
-        versions = [np.where(mask, np.maximum(0, i - (np.arange(len(ids)) < 8)), -1).astype(np.int32) for ids, mask in rows]
+        versions = [
+            np.where(mask, np.maximum(0, i - (np.arange(len(ids)) < 8)), -1).astype(np.int32) for ids, mask in rows
+        ]
         draw = np.random.default_rng(i)
         logprobs = [np.where(mask, draw.normal(-4, 0.1, len(ids)), 0).astype(np.float32) for ids, mask in rows]
         advantages = [np.full(len(ids), draw.normal(), np.float32) for ids, _ in rows]
@@ -72,7 +74,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(make_config, bat
     again = Learner(config, "actor", tmp_path / "cut")
     assert again.version == 2
     got = [_stable(again.train(table)) for table in batches[2:]]
-    assert [{k: (v, e[k]) for k, v in g.items() if v != e[k]} for g, e in zip(got, expected[2:], strict=True)] == [{}] * 4
+    assert [{k: (v, e[k]) for k, v in g.items() if v != e[k]} for g, e in zip(got, expected[2:], strict=True)] == [
+        {}
+    ] * 4
     assert torch.equal(_weights(whole), _weights(again))
     for version in (4, 5, 6):
         ours, theirs = again.store.fetch(version), whole.store.fetch(version)

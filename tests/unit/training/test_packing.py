@@ -65,9 +65,7 @@ def test_every_sampled_token_is_the_target_of_exactly_one_pack(make_table, rando
 def test_the_order_of_the_rows_does_not_change_the_sizes_of_the_packs(random_rows, lengths, seed):
     rows = random_rows(lengths, seed)
     turned = [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
-    sizes = [
-        sorted(tuple(np.diff(p.cu_lengths)) for p in pack_rows(rows_from_lists(r), 64)) for r in (rows, turned)
-    ]
+    sizes = [sorted(tuple(np.diff(p.cu_lengths)) for p in pack_rows(rows_from_lists(r), 64)) for r in (rows, turned)]
     assert sizes[0] == sizes[1]
 
 
@@ -102,9 +100,7 @@ def test_a_fork_gets_its_parents_prefix_and_trains_only_its_own_tokens(make_tabl
 
 def test_a_fork_may_start_inside_its_grandparent(make_table):
     rows = [([1, 2, 3, 4], [0, 0, 1, 1]), ([5, 6], [0, 1]), ([7], [1])]
-    table = make_table(
-        rows, episode_id=["a"] * 3, branch=[0, 1, 2], parent_branch=[-1, 0, 1], fork_at=[0, 4, 2]
-    )
+    table = make_table(rows, episode_id=["a"] * 3, branch=[0, 1, 2], parent_branch=[-1, 0, 1], fork_at=[0, 4, 2])
     flat = rows_from_table(table)
     assert flat.token_ids[flat.starts[2] :].tolist() == [1, 2, 7]
 

@@ -199,7 +199,7 @@ def test_a_stop_signal_writes_a_checkpoint_and_ends_well(config, tmp_path, monke
 
 
 def test_an_unknown_policy_is_named(config, tmp_path):
-    with _dataflow(config, tmp_path) as url, pytest.raises(ConfigError, match="policy='critic'.*actor"):
+    with _dataflow(config, tmp_path) as url, pytest.raises(ConfigError, match=r"policy='critic'.*actor"):
         run_trainer(url, "critic", tmp_path)
 
 
