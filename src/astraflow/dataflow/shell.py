@@ -17,6 +17,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,12 @@ class Shell:
     def __init__(self, config: RunConfig, run_dir: Path, sources: Mapping[str, Source] | None = None) -> None:
         self.config = config
         self._sources = dict(sources) if sources is not None else open_sources(config)
-        self.journal = Journal(run_dir / "dataflow")
-        try:
-            self.metrics = MetricsFile(run_dir / "metrics.jsonl")
+        with ExitStack() as opened:
+            self.journal = opened.enter_context(closing(Journal(run_dir / "dataflow")))
+            self.metrics = opened.enter_context(closing(MetricsFile(run_dir / "metrics.jsonl")))
             self.machine, self._base = self._recover()
             self.segments = Segments(run_dir / "dataflow" / "segments", self.machine.state.puts.values())
-        except BaseException:
-            self.journal.close()
-            raise
+            opened.pop_all()
         self._started = time.monotonic()
         self._pending: list[tuple[c.Command, asyncio.Future[Any]]] = []
         self._topics = {topic: asyncio.Event() for topic in ("leases", *config.policies)}

@@ -118,9 +118,6 @@ class Machine:
     def _trainer(self, command: c.ResumePolicy | c.TakeBatch | c.AckBatch | c.CoverBatches, now: float) -> Any:
         name = command.policy
         reply: Any = None
-        if name not in self.state.policies:
-            known = ", ".join(self.state.policies)
-            raise c.Refusal(404, f"policy={name} is not a policy of this run; known: {known}")
         match command:
             case c.ResumePolicy():
                 reply = self.queues.resume(name, command.resume)

@@ -96,7 +96,7 @@ class Queues:
 
     def resume(self, name: str, resume: messages.Resume) -> messages.ResumeReply:
         """A trainer starts at a version; every batch after it is served again, in order."""
-        policy = self._context.state.policies[name]
+        policy = self._policy(name)
         version = resume.version
         if version == policy.latest + 1 and version in policy.batches:
             self._train(name, policy, version, {})  # published and saved, but its acknowledgement never arrived
@@ -121,7 +121,7 @@ class Queues:
 
     def current(self, name: str, trainer_id: str) -> PolicyState:
         """The policy, when `trainer_id` is its trainer; else refused."""
-        policy = self._context.state.policies[name]
+        policy = self._policy(name)
         if not policy.trainer_id:
             raise Refusal(409, f"policies.{name}.trainer={trainer_id} has not resumed; call resume first")
         if trainer_id != policy.trainer_id:
@@ -130,6 +130,12 @@ class Queues:
                 "stop this trainer, or call resume to take over"
             )  # fmt: skip
         return policy
+
+    def _policy(self, name: str) -> PolicyState:
+        policies = self._context.state.policies
+        if name not in policies:
+            raise Refusal(404, f"policy={name} is not a policy of this run; known: {', '.join(policies)}")
+        return policies[name]
 
     def _check_next(self, name: str, policy: PolicyState, version: int) -> None:
         if version > policy.latest:

@@ -1,0 +1,136 @@
+"""From Arrow rows to what the machine knows, and back to the rows of a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from astraflow.dataflow.machine.records import Batch, Entry, Put, QueuedGroup
+from astraflow.dataflow.storage.rows import batch_table, episode_commits, row_facts
+from astraflow.errors import SchemaError
+from astraflow.testing.dataflow import episode, trajectory
+from astraflow.types import Episode, EpisodeLease, Task, Trajectory
+from astraflow.wire.codec import (
+    TRAINING_SCHEMA,
+    check_schema,
+    encode_episodes,
+    flat_values,
+    list_lengths,
+    read_stream,
+    write_stream,
+)
+from astraflow.wire.messages import EpisodesHeader
+
+POLICIES = ("actor", "verifier")
+PUT = Put(1, 64, 100)
+
+
+def lease(k: int = 0) -> EpisodeLease:
+    return EpisodeLease(
+        episode_id=f"train/0/5/{k}", group_id="train/0/5", attempt=1, task=Task("train", 5, 0, {}), timeout_s=1.0,
+        min_versions={}, sampling={},
+    )  # fmt: skip
+
+
+def sent(*episodes: Episode) -> tuple[EpisodesHeader, pa.Table]:
+    return read_stream(write_stream(*encode_episodes(episodes, "n")), EpisodesHeader)
+
+
+def with_trajectories(*rows: Trajectory, k: int = 0) -> Episode:
+    return episode(lease(k), "n", trajectories=list(rows))
+
+
+def test_each_policy_of_an_episode_becomes_one_part() -> None:
+    rows = (
+        trajectory(0.5, 3, tokens=5), trajectory(0.25, 2, policy="verifier", tokens=3),
+        trajectory(0.5, 4, branch=1, tokens=2),
+    )  # fmt: skip
+    header, table = sent(episode(lease(), "n", error="x: y"), with_trajectories(*rows, k=1))
+    failed, good = episode_commits(header, row_facts(header, table, POLICIES), PUT)
+    assert failed.error == "x: y" and failed.parts == []
+    actor, verifier = good.parts
+    assert (actor.rows, actor.min_versions, actor.max_version, actor.num_tokens) == ([0, 2], [3, 4], 4, 5)
+    assert (actor.reward, actor.min_version, actor.put) == (0.5, 3, PUT.key)
+    assert (verifier.policy, verifier.rows, verifier.reward) == ("verifier", [1], 0.25)
+
+
+def test_unscored_and_not_a_number_are_the_same() -> None:
+    header, table = sent(with_trajectories(trajectory(None)), with_trajectories(trajectory(float("nan")), k=1))
+    commits = episode_commits(header, row_facts(header, table, POLICIES), PUT)
+    assert [c.parts[0].reward for c in commits] == [None, None]
+
+
+def test_rows_without_tokens_or_without_sampled_tokens_have_no_version() -> None:
+    given = trajectory(1.0, tokens=1)
+    empty = trajectory(1.0, tokens=0, branch=1)
+    header, table = sent(with_trajectories(empty, given, trajectory(1.0, 2, branch=2)), with_trajectories(empty, k=1))
+    first, second = episode_commits(header, row_facts(header, table, POLICIES), PUT)
+    assert first.parts[0].min_versions == [-1, -1, 2] and first.parts[0].min_version == 2
+    assert second.parts[0].max_version == -1
+
+
+def test_mixed_versions_within_a_trajectory_give_oldest_and_newest() -> None:
+    mixed = trajectory(1.0, 3, tokens=4)
+    mixed.versions[2] = 1
+    header, table = sent(with_trajectories(mixed))
+    (commit,) = episode_commits(header, row_facts(header, table, POLICIES), PUT)
+    assert (commit.parts[0].min_version, commit.parts[0].max_version) == (1, 3)
+
+
+def broken(column: str) -> tuple[EpisodesHeader, pa.Table]:
+    row = trajectory(1.0)
+    match column:
+        case "versions":
+            row.versions[2] = -1
+        case "behavior_logprobs":
+            row.behavior_logprobs[1] = np.nan
+        case "policy":
+            row = trajectory(1.0, policy="critic")
+    header, table = sent(with_trajectories(row))
+    match column:
+        case "episode_id":
+            header.episodes[0].num_rows = 2
+        case "token_ids":
+            index = table.schema.get_field_index(column)
+            table = table.set_column(index, column, table.column(column).cast(pa.list_(pa.int64())))
+    return header, table
+
+
+@pytest.mark.parametrize("column", ["versions", "behavior_logprobs", "policy", "episode_id", "token_ids"])
+def test_rows_that_break_the_contract_are_refused_by_column(column: str) -> None:
+    header, table = broken(column)
+    with pytest.raises(SchemaError, match=column):
+        row_facts(header, table, POLICIES)
+
+
+def test_an_episode_named_twice_is_refused() -> None:
+    header, table = sent(with_trajectories(trajectory(1.0)), with_trajectories(trajectory(0.0)))
+    with pytest.raises(SchemaError, match="once"):
+        row_facts(header, table, POLICIES)
+
+
+def test_a_batch_has_the_rows_of_its_groups_in_order_with_advantage_per_token() -> None:
+    bodies, parts = {}, {}
+    for number in range(3):
+        episodes = [
+            with_trajectories(trajectory(1.0, marker=100 * number + 10 * k, tokens=3 + k), k=k) for k in range(4)
+        ]
+        header, table = sent(*episodes)
+        put = Put(1, 64 * number, 64)
+        bodies[put.key] = (put, write_stream(header, table))
+        for k, commit in enumerate(episode_commits(header, row_facts(header, table, POLICIES), put)):
+            parts[number, k] = commit.parts[0]
+    order = [(2, 3), (0, 1), (2, 0), (1, 2), (0, 2)]
+    groups = [QueuedGroup(f"g{i}", 0.5 + i, 0, [Entry(parts[at], float(i), 0.0)]) for i, at in enumerate(order)]
+    puts = {key: put for key, (put, _) in bodies.items()}
+    table = batch_table(Batch(1, groups, {}), puts, lambda put: bodies[put.key][1])
+    check_schema(table, TRAINING_SCHEMA)
+    assert [ids[0] for ids in table.column("token_ids").to_pylist()] == [100 * n + 10 * k for n, k in order]
+    assert list_lengths(table.column("advantages")).tolist() == list_lengths(table.column("token_ids")).tolist()
+    assert table.column("weight").to_pylist() == [0.5, 1.5, 2.5, 3.5, 4.5]
+    for i, (advantages, mask) in enumerate(
+        zip(table.column("advantages").to_pylist(), table.column("loss_mask").to_pylist(), strict=True)
+    ):
+        assert advantages == [float(i) if sampled else 0.0 for sampled in mask]
+    assert np.isfinite(flat_values(table.column("behavior_logprobs"))).all()

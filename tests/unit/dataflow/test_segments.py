@@ -1,0 +1,92 @@
+"""Segment files: append, read back without a copy, crashes, deletion."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from astraflow.dataflow.machine.records import Put
+from astraflow.dataflow.storage.segments import Segments
+from astraflow.errors import JournalError
+
+
+@pytest.fixture
+def segments(tmp_path: Path) -> Iterator[Segments]:
+    segments = Segments(tmp_path, [], segment_bytes=1000)
+    yield segments
+    segments.close()
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.glob("*.arrow"))
+
+
+def test_bodies_come_back_aligned_and_whole(segments: Segments) -> None:
+    puts = [segments.append(bytes([i]) * (i + 1) * 10) for i in range(20)]
+    for i, put in enumerate(puts):
+        assert segments.read(put).to_pybytes() == bytes([i]) * (i + 1) * 10
+        assert put.offset % 64 == 0
+
+
+def test_a_full_segment_is_followed_by_the_next(segments: Segments, tmp_path: Path) -> None:
+    puts = [segments.append(b"x" * 600) for _ in range(5)]
+    assert [p.segment for p in puts] == [1, 1, 2, 2, 3]
+    assert files(tmp_path) == ["000001.arrow", "000002.arrow", "000003.arrow"]
+    segments.drop(1)
+    segments.drop(3)  # still being written
+    assert files(tmp_path) == ["000002.arrow", "000003.arrow"]
+    for _ in range(2):
+        segments.append(b"x" * 600)
+    segments.release_unneeded([2])
+    assert files(tmp_path) == ["000002.arrow", "000004.arrow"]
+
+
+def test_a_start_keeps_what_is_needed_and_writes_to_a_new_file(tmp_path: Path) -> None:
+    first = Segments(tmp_path, [], segment_bytes=100)
+    kept, gone = first.append(b"kept" * 50), first.append(b"gone" * 50)
+    torn = first.append(b"torn" * 10)
+    first.close()
+    with (tmp_path / f"{torn.segment:06d}.arrow").open("r+b") as file:  # a kill in the middle of a write
+        file.truncate(5)
+    again = Segments(tmp_path, [kept], segment_bytes=100)
+    assert files(tmp_path) == [f"{kept.segment:06d}.arrow", f"{torn.segment + 1:06d}.arrow"]
+    assert again.read(kept).to_pybytes() == b"kept" * 50
+    assert again.append(b"new").segment > torn.segment > gone.segment
+    again.close()
+
+
+def test_a_segment_that_is_shorter_than_the_journal_says_is_refused_by_name(tmp_path: Path) -> None:
+    first = Segments(tmp_path, [])
+    put = first.append(b"x" * 500)
+    first.close()
+    with (tmp_path / "000001.arrow").open("r+b") as file:
+        file.truncate(499)
+    with pytest.raises(JournalError, match=r"000001\.arrow must hold 500 bytes and has 499"):
+        Segments(tmp_path, [put])
+    with pytest.raises(JournalError, match="has 0"):
+        Segments(tmp_path, [Put(7, 0, 1)])
+
+
+def test_bodies_that_could_not_be_journaled_are_taken_back(segments: Segments, tmp_path: Path) -> None:
+    kept = segments.append(b"kept")
+    segments.undo([segments.append(b"a" * 100), segments.append(b"b" * 100)])
+    again = segments.append(b"c" * 100)
+    assert again.offset == 64
+    assert segments.read(kept).to_pybytes() == b"kept" and segments.read(again).to_pybytes() == b"c" * 100
+
+
+def test_a_full_disk_is_a_journal_error_and_leaves_nothing_behind(segments: Segments, tmp_path: Path) -> None:
+    kept = segments.append(b"kept")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+    try:
+        with pytest.raises(JournalError, match="make room"):
+            segments.append(b"x" * 500)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "000001.arrow").stat().st_size == 4
+    again = segments.append(b"y" * 500)
+    assert segments.read(again).to_pybytes() == b"y" * 500 and segments.read(kept).to_pybytes() == b"kept"

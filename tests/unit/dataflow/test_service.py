@@ -1,0 +1,349 @@
+"""The service over HTTP through the real client, with real episodes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+
+from astraflow.dataflow.client import DataflowClient
+from astraflow.errors import DataflowError, Unauthorized, WireError
+from astraflow.testing.dataflow import Rows, episode, policy_section, small_config, sources, trajectory
+from astraflow.types import EpisodeLease
+from astraflow.wire import messages as m
+from astraflow.wire.codec import TRAINING_SCHEMA, check_schema, encode_episodes, write_stream
+
+Serve = Callable[..., Any]
+
+
+def reward_of(lease: EpisodeLease) -> float:
+    return float(int(lease.episode_id[-1]) % 2)
+
+
+def play(client: DataflowClient, n: int, version: int = 0, node: str = "n") -> list[EpisodeLease]:
+    leases = client.lease(node, n).leases
+    answers = client.commit([episode(x, node, reward_of(x), version) for x in leases])
+    assert set(answers.values()) <= {"accepted"}
+    return leases
+
+
+def step(client: DataflowClient, version: int, **metrics: float) -> list[str]:
+    got = client.batch("actor", "t", version, wait_s=5)
+    assert got is not None
+    client.ack(got[0], "t", metrics)
+    return got[1].column("episode_id").to_pylist()
+
+
+def status_of(call: Callable[[], Any]) -> int | None:
+    with pytest.raises(WireError) as caught:
+        call()
+    return caught.value.status
+
+
+def test_a_run_from_the_first_lease_to_the_end(serve: Serve, tmp_path: Path) -> None:
+    service = serve(small_config(run__steps=3, evaluation={"source": "held", "every": 2}))
+    client = service.start()
+    seen: list[str] = []
+    for version in range(3):
+        while client.status()["policies"]["actor"]["queue"] < 2:
+            play(client, 8, version)
+        seen += step(client, version, loss=0.5)
+        client.checkpoint("actor", "t", version + 1)
+    while not client.run().finished:
+        play(client, 8, 3)
+    assert len(seen) == len(set(seen)) == 12
+    status = client.status()
+    assert status["finished"] and status["accounting"] == {"admitted": 6, "trained": 6, "dropped": {}, "in_flight": 0}
+    assert client.lease("n", 1, wait_s=30).finished
+    assert client.heartbeat("n", {}, {}).finished
+    assert status_of(lambda: client.batch("actor", "t", 3)) == 410
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in rows if r["kind"] == "step"]
+    assert [r["step"] for r in steps] == [1, 2, 3] and all(r["loss"] == 0.5 for r in steps)
+    assert [r["step"] for r in rows if r["kind"] == "eval"] == [0, 2, 3]
+    assert all(r["reward/mean"] == 0.5 and r["staleness/max"] <= 1 and r["time_s"] >= 0 for r in steps)
+
+
+def test_a_batch_carries_the_exact_tokens_with_advantages(serve: Serve) -> None:
+    client = serve(small_config(policies__actor=policy_section(1, 0))).start()
+    leases = client.lease("n", 2).leases
+    first = episode(leases[0], "n", trajectories=[trajectory(1.0, marker=40), trajectory(1.0, branch=1, marker=60)])
+    client.commit([first])
+    client.commit([episode(leases[1], "n", trajectories=[trajectory(0.0, marker=80)])])
+    got = client.batch("actor", "t", 0)
+    assert got is not None
+    header, table = got
+    check_schema(table, TRAINING_SCHEMA)
+    assert (header.batch_id, header.step, header.num_groups, header.num_episodes) == ("actor/1", 1, 1, 2)
+    assert [x[0] for x in table.column("token_ids").to_pylist()] == [40, 60, 80]
+    advantages = table.column("advantages").to_pylist()
+    assert [round(a[1], 4) for a in advantages] == [1.0, 1.0, -1.0] and all(a[0] == 0.0 for a in advantages)
+    assert not header.replay and header.metrics["reward/mean"] == 0.5
+
+
+def test_a_waiting_batch_request_is_answered_by_the_commit_that_fills_it(serve: Serve) -> None:
+    service = serve(small_config())
+    client = service.start()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(service.client().batch, "actor", "t", 0, wait_s=20)
+        play(client, 4)
+        got = waiting.result(10)
+    assert got is not None and got[0].step == 1
+
+
+def test_a_waiting_lease_request_is_answered_by_the_acknowledgement_that_opens_the_gate(serve: Serve) -> None:
+    service = serve(small_config(policies__actor=policy_section(2, 0)))
+    client = service.start()
+    play(client, 8)
+    assert client.lease("n", 1, wait_s=0.01).leases == []
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(service.client().lease, "n", 8, wait_s=20)
+        step(client, 0)
+        leases = waiting.result(10).leases
+    assert len(leases) == 4
+
+
+def test_a_batch_that_is_not_full_is_nothing(serve: Serve) -> None:
+    client = serve(small_config()).start()
+    assert client.batch("actor", "t", 0, wait_s=0.01) is None
+
+
+def test_commits_are_idempotent_and_late_ones_refused(serve: Serve) -> None:
+    service = serve(small_config())
+    client = service.start()
+    leases = client.lease("n", 2).leases
+    episodes = [episode(x, "n") for x in leases]
+    assert set(client.commit(episodes).values()) == {"accepted"}
+    assert set(client.commit(episodes).values()) == {"duplicate"}
+    (lease,) = client.lease("n", 1).leases
+    client.drain("n")
+    assert client.commit([episode(lease, "n")])[lease.episode_id].startswith("refused: attempt 1 is over")
+
+
+def test_a_node_that_went_silent_is_gone_and_told_to_join_again(serve: Serve) -> None:
+    section = {"dead_after_s": 0.2, "heartbeat_s": 0.05}
+    service = serve(small_config(dataflow=section))
+    client = service.start("dead")
+    lost = client.lease("dead", 2).leases
+    client.join(m.Join(node_id="n", name="n", capacity=8, run_id=client.run().run_id))
+    stop = threading.Event()
+
+    def live() -> None:
+        while not stop.wait(0.05):
+            client.heartbeat("n", {}, {})
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        service.shell.machine.state.policies["actor"].admitted += 0
+        while [node["id"] for node in client.status()["nodes"]] != ["n"]:
+            client.lease("n", 0)
+        again = client.lease("n", 2, wait_s=10).leases
+    finally:
+        stop.set()
+        thread.join()
+    assert [(x.episode_id, x.attempt) for x in again] == [(x.episode_id, 2) for x in lost]
+    assert status_of(lambda: client.heartbeat("dead", {}, {})) == 404
+
+
+def test_wrong_columns_are_422_and_nothing_is_committed(serve: Serve) -> None:
+    service = serve(small_config())
+    client = service.start()
+    (lease,) = client.lease("n", 1).leases
+    strange = episode(lease, "n", trajectories=[trajectory(1.0, policy="critic")])
+    with pytest.raises(WireError, match="critic is not a policy") as caught:
+        client.commit([strange])
+    assert caught.value.status == 422
+    assert client.status()["episodes"]["committed"] == 0
+    header, batch = encode_episodes([episode(lease, "n")], "n")
+    body = write_stream(header, batch.drop_columns(["versions"]))
+    answer = urllib3.request("POST", service.url + "/episodes", body=body.to_pybytes())
+    assert answer.status == 422 and b"versions" in answer.data
+    answer = urllib3.request("POST", service.url + "/episodes", body=b"\x80\x04\x95pickle")
+    assert answer.status == 422
+
+
+def test_one_commit_is_of_one_node(serve: Serve) -> None:
+    client = serve(small_config()).start()
+    leases = client.lease("n", 2).leases
+    with pytest.raises(DataflowError, match="one per commit"):
+        client.commit([episode(leases[0], "n"), episode(leases[1], "m")])
+    assert client.commit([]) == {}
+
+
+def test_a_wrong_token_another_run_and_unknown_names_are_refused(serve: Serve) -> None:
+    service = serve(small_config(), token="secret")
+    client = service.start()
+    with pytest.raises(Unauthorized):
+        service.client(token="wrong").status()
+    join = m.Join(node_id="x", name="x", capacity=1, run_id="other")
+    assert status_of(lambda: client.join(join)) == 409
+    resume = m.Resume(trainer_id="x", version=0, urls=(), run_id="other")
+    assert status_of(lambda: client.resume("actor", resume)) == 409
+    assert status_of(lambda: client.lease("stranger", 1)) == 404
+    assert status_of(lambda: client.batch("critic", "t", 0)) == 404
+    assert status_of(lambda: client.trainer_heartbeat("actor", "older")) == 409
+    client.trainer_heartbeat("actor", "t", {"busy_s": 1.0})
+    assert client.status()["policies"]["actor"]["trainer"]["stats"] == {"busy_s": 1.0}
+
+
+def test_nothing_to_train_on_ends_every_wait_with_advice(serve: Serve) -> None:
+    service = serve(small_config(policies__actor=policy_section(2, 1, max_dropped_groups=2)))
+    client = service.start()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(service.client().batch, "actor", "t", 0, wait_s=30)
+        leases = client.lease("n", 4).leases
+        client.commit([episode(x, "n", 1.0) for x in leases])
+        with pytest.raises(WireError, match="make rewards differ") as caught:
+            waiting.result(10)
+    assert caught.value.status == 409
+    assert status_of(lambda: client.lease("n", 1)) == 409
+    assert client.status()["failure"]["kind"] == "NothingToTrainOn"
+
+
+def test_a_restart_goes_on_where_the_service_was(serve: Serve, tmp_path: Path) -> None:
+    config = small_config(dataflow__snapshot_every=10)
+    first = serve(config)
+    client = first.start()
+    run_id = client.run().run_id
+    play(client, 4)
+    seen = step(client, 0)
+    leases = client.lease("n", 2).leases
+    before = client.status()
+    first.close()
+    second = serve(config)
+    client = second.client()
+    assert client.run().run_id == run_id
+    after = client.status()
+    for key in ("accounting", "episodes", "cursor"):
+        assert after[key] == before[key]
+    assert after["time_s"] >= before["time_s"]
+    assert set(client.commit([episode(x, "n", reward_of(x), 1) for x in leases]).values()) == {"accepted"}
+    assert set(client.commit([episode(x, "n", reward_of(x), 1) for x in leases]).values()) == {"duplicate"}
+    client.resume("actor", m.Resume(trainer_id="t", version=0, urls=(), run_id=run_id))
+    got = client.batch("actor", "t", 0)
+    assert got is not None and got[0].replay and got[1].column("episode_id").to_pylist() == seen
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 1
+
+
+def test_changed_settings_that_are_allowed_apply_after_a_restart(serve: Serve) -> None:
+    first = serve(small_config(run__steps=1))
+    client = first.start()
+    play(client, 4)
+    step(client, 0)
+    assert client.run().finished
+    first.close()
+    client = serve(small_config(run__steps=2)).start(version=1)
+    assert not client.run().finished
+    play(client, 4, 1)
+    assert len(step(client, 1)) == 4
+    assert client.run().finished
+
+
+def test_metrics_and_status_show_the_same_numbers(serve: Serve) -> None:
+    service = serve(small_config())
+    client = service.start()
+    client.heartbeat("n", {"busy_s": 2.0, "sampled_tokens": 10.0}, {"actor": 0})
+    leases = client.lease("n", 2).leases
+    client.commit([episode(x, "n", 1.0) for x in leases])
+    text = urllib3.request("GET", service.url + "/metrics").data.decode()
+    assert 'astraflow_groups_dropped_total{policy="actor",reason="zero_variance"} 1.0' in text
+    assert 'astraflow_policy_version{policy="actor"} 0.0' in text
+    assert 'astraflow_node_stat{name="busy_s",node="n"} 2.0' in text
+    status = client.status()
+    assert status["policies"]["actor"]["accounting"]["dropped"] == {"zero_variance": 1}
+    assert status["nodes"][0]["versions"] == {"actor": 0}
+    assert status["policies"]["actor"]["gate"] == {"in_flight": 0, "limit": 4}
+
+
+def test_events_are_streamed(serve: Serve) -> None:
+    service = serve(small_config())
+    client = service.start()
+    response = urllib3.PoolManager().request("GET", service.url + "/events", preload_content=False)
+    stream = response.stream(64)
+    assert next(stream).startswith(b": connected")
+    play(client, 4)
+    step(client, 0)
+    text = b""
+    while b"event: step" not in text:
+        text += next(stream)
+    response.close()
+
+
+def test_a_full_disk_is_507_and_nothing_is_lost(serve: Serve) -> None:
+    service = serve(small_config())
+    client = service.start()
+    leases = client.lease("n", 2).leases
+    database = service.shell.journal._db
+    service.call(lambda: database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+    pages = service.call(lambda: database.execute("PRAGMA page_count").fetchone()[0])
+    service.call(lambda: database.execute(f"PRAGMA max_page_count={pages}").fetchall())
+    episodes = [episode(x, "n", reward_of(x)) for x in leases]
+    assert status_of(lambda: client.commit(_padded(episodes))) == 507
+    assert status_of(lambda: client.commit(_padded(episodes))) == 507
+    assert client.status()["episodes"]["committed"] == 0
+    service.call(lambda: database.execute("PRAGMA max_page_count=100000").fetchall())
+    assert set(client.commit(episodes).values()) == {"accepted"}
+
+
+def _padded(episodes: list[Any]) -> list[Any]:
+    return [type(e)(**{**{f: getattr(e, f) for f in e.__struct_fields__}, "metrics": {"x" * 9000: 1.0}})
+            for e in episodes]  # fmt: skip
+
+
+def test_a_background_task_that_dies_ends_the_service_by_name(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = serve(small_config(dataflow__heartbeat_s=0.05))
+
+    def broken(now: float) -> None:
+        raise ZeroDivisionError("tick is broken")
+
+    monkeypatch.setattr(service.shell.machine, "due", broken)
+    service.wait_for_end()
+    assert isinstance(service.error, ZeroDivisionError)
+    assert "dataflow tick died" in service.error.__notes__
+
+
+def test_a_machine_that_dies_ends_the_service_by_name_and_a_restart_names_the_journal(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = serve(small_config())
+    client = service.start()
+
+    def broken(command: Any) -> None:
+        raise ZeroDivisionError("the machine is broken")
+
+    monkeypatch.setattr(service.shell.machine.leases, "commit", broken)
+    leases = client.lease("n", 2).leases
+    with pytest.raises(WireError):
+        client.commit([episode(x, "n") for x in leases])
+    service.wait_for_end()
+    assert isinstance(service.error, ZeroDivisionError) and "dataflow machine died" in service.error.__notes__
+
+
+def test_a_stop_answers_waiting_requests(serve: Serve) -> None:
+    service = serve(small_config())
+    service.start()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(service.client().batch, "actor", "t", 0, wait_s=60)
+        while not service.call(lambda: service.shell.machine.live.trainers["actor"].at > 0):
+            pass
+        service.close()
+        assert waiting.done() or waiting.result(10) is None
+
+
+def test_other_data_is_refused_at_a_restart(serve: Serve, tmp_path: Path) -> None:
+    from astraflow.errors import JournalError
+
+    serve(small_config()).close()
+    with pytest.raises(JournalError, match=r"sources\.train="):
+        serve(small_config(), rows=sources(salt="changed"))
+    with pytest.raises(JournalError, match=r"workflow\.group_size="):
+        serve(small_config(workflow__group_size=4))
+    serve(small_config(), rows={"train": Rows(), "held": Rows(3)}).close()
