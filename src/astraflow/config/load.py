@@ -169,6 +169,11 @@ def _check_names(config: RunConfig) -> list[str]:
             near = difflib.get_close_matches(source, config.sources, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known sources: {known}"
             problems.append(f"{where}={source!r} names no source; {hint}")
+    if config.weights.port and len(config.policies) > 1:
+        problems.append(
+            f"weights.port={config.weights.port} must be 0 with {len(config.policies)} policies; "
+            "each trainer serves its own weights on a port of its own"
+        )
     if not config.policies:
         problems.append("policies={} must name at least one policy; add [policies.actor] with a model")
     names = [n.name for n in config.rollout.nodes]

@@ -128,8 +128,6 @@ async def _serve(arguments: argparse.Namespace, token: str | None) -> None:
     stop = asyncio.Event()
     check_bind(arguments.host, token, "weights.host")
     sock = await _bind(arguments.host, arguments.port)
-    # Head and body of an answer are two writes; with Nagle the second waits 40 ms for a delayed ACK.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     watch = asyncio.create_task(_watch_parent(arguments.parent, stop), name="parent watch")
     try:
         app = create_weights_app(arguments.root, token)
