@@ -8,19 +8,19 @@ episodes and ends when its last one does.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from astraflow.config.env import child_environment
 from astraflow.errors import AstraFlowError
+from astraflow.rollout.loop import in_thread
 from astraflow.rollout.worker.channel import Ask, Cancel, Channel, Done, Drop, Hello, Message, Pulse, Ready, Start
 from astraflow.types import Outcome, Task
 
@@ -58,7 +58,7 @@ class Player(Protocol):
 
 @dataclass(eq=False)
 class _Worker:
-    process: asyncio.subprocess.Process
+    process: subprocess.Popen[bytes]
     channel: Channel
     born: float
     pulsed: float  # monotonic, when it was last heard of
@@ -78,6 +78,7 @@ class WorkerPool:
         self._limits = limits or PoolLimits()
         self._workers: list[_Worker] = []
         self._homes: dict[int, _Worker] = {}  # slot -> worker
+        self._gone: list[subprocess.Popen[bytes]] = []  # not yet reaped
         self._next_slot = 0
         self._failed_starts = 0
         self._closing = False
@@ -108,6 +109,7 @@ class WorkerPool:
             now = time.monotonic()
             for worker in list(self._workers):
                 self._check(worker, now)
+            self._gone = [process for process in self._gone if process.poll() is None]
             while not self._closing and sum(not w.retiring for w in self._workers) < self._num_workers:
                 self.num_restarts += 1
                 await self._spawn()
@@ -136,25 +138,16 @@ class WorkerPool:
     async def close(self) -> None:
         """Hang up: workers end by themselves; one that does not is killed."""
         self._closing = True
-        for worker in self._workers:
+        processes = [worker.process for worker in self._workers] + self._gone
+        for worker in list(self._workers):
             worker.channel.close()
-        for worker in self._workers:
-            try:
-                await asyncio.wait_for(worker.process.wait(), 1.0)
-            except TimeoutError:
-                self._kill(worker)
-                await worker.process.wait()
+        await in_thread(lambda: _end(processes), "workers")
 
     async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        environment = child_environment(None, {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)})
         with theirs:
-            fd = theirs.fileno()
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "astraflow.rollout.worker", str(fd),
-                pass_fds=(fd,), stdin=asyncio.subprocess.DEVNULL, env=environment,
-            )  # fmt: skip
+            process = _start_process(theirs.fileno())
         channel = Channel(lambda m: self._on_message(worker, m), lambda: self._on_lost(worker))
         now = time.monotonic()
         worker = _Worker(process, channel, now, now)
@@ -199,9 +192,10 @@ class WorkerPool:
     def _on_lost(self, worker: _Worker) -> None:
         """The channel ended: the process is gone or about to go; its episodes end with it."""
         self._workers.remove(worker)
+        self._gone.append(worker.process)
         self._changed.set()
         if self._closing:
-            self._workers.append(worker)  # close() still waits for its process
+            pass
         elif not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= self._limits.max_failed_starts:
@@ -215,7 +209,7 @@ class WorkerPool:
             late = now >= deadline
             error = "timeout: the worker hung and was killed" if late else "worker_killed: its worker process ended"
             self._end(worker, slot, None, error)
-        self._kill(worker)
+        worker.process.kill()
 
     def _check(self, worker: _Worker, now: float) -> None:
         if not worker.ready:
@@ -225,8 +219,7 @@ class WorkerPool:
         overdue = [slot for slot, (_, deadline) in worker.episodes.items() if now > deadline]
         if overdue and now - worker.pulsed > self._limits.stall_s:
             log.error("worker %d has not turned its loop for %.1f s; killed", worker.process.pid, now - worker.pulsed)
-            worker.ready = True
-            self._kill(worker)  # the end of its channel settles its episodes
+            worker.process.kill()  # the end of its channel settles its episodes
             return
         for slot in overdue:
             player, deadline = worker.episodes[slot]
@@ -246,7 +239,18 @@ class WorkerPool:
             "make its construction faster"
         )
 
-    def _kill(self, worker: _Worker) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if worker.process.returncode is None:
-                worker.process.send_signal(signal.SIGKILL)
+
+def _start_process(fd: int) -> subprocess.Popen[bytes]:
+    """A worker that speaks on the socket `fd`. It finds what this process can import, and does not get the token."""
+    environment = child_environment(None, {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)})
+    command = [sys.executable, "-m", "astraflow.rollout.worker", str(fd)]
+    return subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, env=environment)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        try:
+            process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -190,8 +190,10 @@ async def test_an_episode_waits_for_its_weights():
 async def test_weights_that_never_come_are_an_error_that_names_them():
     async with bench() as made:
         made.runner.accept([lease("outcome", version=9, timeout_s=0.1)])
-        await asyncio.sleep(0.15)
-        made.runner.expire_waiting()
+        async with asyncio.timeout(10):
+            while not made.episodes:
+                await asyncio.sleep(0.02)
+                made.runner.expire_waiting()
         assert made.episodes[0].error.startswith("weights: of actor did not come in")
 
 
