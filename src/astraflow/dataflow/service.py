@@ -30,6 +30,7 @@ from astraflow.dataflow.machine.records import PolicyState
 from astraflow.dataflow.shell import Shell
 from astraflow.dataflow.storage.rows import batch_table, episode_commits, row_facts
 from astraflow.dataflow.views.status import prometheus_text, status
+from astraflow.observe.metrics import CONTENT_TYPE
 from astraflow.types import BatchHeader
 from astraflow.wire import messages as m
 from astraflow.wire.app import (
@@ -179,7 +180,7 @@ class _Endpoints:
         return json_reply({**head, **status(self._machine, shell.now())})
 
     async def prometheus(self, request: Request) -> Response:
-        return Response(prometheus_text(self._machine), media_type="text/plain; version=0.0.4")
+        return Response(prometheus_text(self._machine), media_type=CONTENT_TYPE)
 
     async def events(self, request: Request) -> Response:
         return StreamingResponse(self._event_stream(), media_type="text/event-stream")

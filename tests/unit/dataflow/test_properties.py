@@ -167,7 +167,7 @@ class Synchronous(Dataflow):
     policies = {"actor": policy_section(1, 0)}  # noqa: RUF012
 
 
-SETTINGS = settings(max_examples=40, stateful_step_count=60, deadline=None)
+SETTINGS = settings(max_examples=25, stateful_step_count=50, deadline=None)
 TestDataflow = Dataflow.TestCase
 TestDataflow.settings = SETTINGS
 TestTwoPolicies = TwoPolicies.TestCase

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-import msgspec
-
 from astraflow.dataflow.machine.commands import MetricsRow
+from astraflow.observe.jsonl import JsonlWriter, read_jsonl
 
 
 class MetricsFile:
@@ -16,29 +16,26 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        whole = _whole_lines(path)
-        self._keys = {_key(msgspec.json.decode(line)) for line in whole.splitlines() if line}
-        self._file = path.open("ab")
-        self._file.truncate(len(whole))
+        _cut_torn_line(path)
+        self._keys = {_key(row) for row in read_jsonl(path)}
+        self._writer = JsonlWriter(path)
 
     def append(self, row: MetricsRow, more: dict[str, float] | None = None) -> None:
         """Write one row, with metrics that only the service knows."""
         record = {"kind": row.kind, "policy": row.policy, "step": row.step, "time_s": round(row.time_s, 3)}
-        if _key(record) in self._keys:
-            return
-        self._keys.add(_key(record))
-        self._file.write(msgspec.json.encode({**record, **(more or {}), **row.metrics}) + b"\n")
-        self._file.flush()
+        if _key(record) not in self._keys:
+            self._keys.add(_key(record))
+            self._writer.append({**record, **(more or {}), **row.metrics})
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._writer.close()
 
 
-def _whole_lines(path: Path) -> bytes:
-    content = path.read_bytes() if path.exists() else b""
-    return content[: content.rfind(b"\n") + 1]
+def _cut_torn_line(path: Path) -> None:
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def _key(record: dict[str, object]) -> tuple[object, object, object]:

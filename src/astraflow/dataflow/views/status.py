@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from astraflow.dataflow.machine.records import PolicyState
 from astraflow.dataflow.state import Machine
+from astraflow.observe.metrics import MetricsRegistry
 
 
 def status(machine: Machine, now: float) -> dict[str, Any]:
@@ -90,65 +87,26 @@ def _nodes(machine: Machine, now: float) -> list[dict[str, Any]]:
     return nodes
 
 
-class _Collector:
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    def collect(self) -> Iterator[Metric]:
-        """Metric families, read from the state at the moment of the scrape."""
-        state, policies = self._machine.state, self._machine.state.policies
-        yield _gauge(
-            "astraflow_policy_version", "Newest version.", "policy", ((n, p.latest) for n, p in policies.items())
-        )
-        yield _gauge(
-            "astraflow_queue_groups", "Waiting groups.", "policy", ((n, len(p.queue)) for n, p in policies.items())
-        )
-        yield _gauge(
-            "astraflow_groups_in_flight", "Gate use.", "policy", ((n, p.in_flight) for n, p in policies.items())
-        )
-        limits = ((n, self._machine.admission.limit(n)) for n in policies)
-        yield _gauge("astraflow_groups_limit", "Groups that may be in flight.", "policy", limits)
-        yield _counter(
-            "astraflow_groups_admitted", "Admitted.", ["policy"], {(n,): p.admitted for n, p in policies.items()}
-        )
-        yield _counter(
-            "astraflow_groups_trained", "Trained.", ["policy"], {(n,): p.trained for n, p in policies.items()}
-        )
-        dropped = {(n, reason): count for n, p in policies.items() for reason, count in p.dropped.items()}
-        yield _counter("astraflow_groups_dropped", "Dropped, by reason.", ["policy", "reason"], dropped)
-        yield _counter("astraflow_episodes_committed", "Committed.", [], {(): state.num_episodes})
-        yield _counter("astraflow_episodes_refused", "Refused.", [], {(): state.num_refused})
-        yield _counter("astraflow_leases_lost", "Lost leases.", [], {(): state.num_lost})
-        errors = {(kind,): count for kind, count in state.errors.items()}
-        yield _counter("astraflow_episode_errors", "Episodes with an error.", ["kind"], errors)
-        held = ((n, len(node.held)) for n, node in state.nodes.items())
-        yield _gauge("astraflow_node_leases", "Episodes a node plays.", "node", held)
-        yield from self._stats()
-
-    def _stats(self) -> Iterator[Metric]:
-        stats = {(n, key): v for n, seen in self._machine.live.nodes.items() for key, v in seen.stats.items()}
-        family = GaugeMetricFamily("astraflow_node_stat", "What nodes report.", labels=["node", "name"])
-        for labels, value in stats.items():
-            family.add_metric(list(labels), value)
-        yield family
-
-
 def prometheus_text(machine: Machine) -> bytes:
-    """The state in Prometheus' text format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(machine))
-    return generate_latest(registry)
-
-
-def _gauge(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=[label])
-    for key, value in values:
-        family.add_metric([key], value)
-    return family
-
-
-def _counter(name: str, text: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=labels)
-    for key, value in values.items():
-        family.add_metric(list(key), value)
-    return family
+    """The state in Prometheus' text format, read at the moment of the scrape."""
+    state, registry = machine.state, MetricsRegistry()
+    for name, policy in state.policies.items():
+        registry.set("astraflow_policy_version", policy.latest, policy=name)
+        registry.set("astraflow_queue_groups", len(policy.queue), policy=name)
+        registry.set("astraflow_groups_in_flight", policy.in_flight, policy=name)
+        registry.set("astraflow_groups_limit", machine.admission.limit(name), policy=name)
+        registry.set("astraflow_groups_admitted_total", policy.admitted, policy=name)
+        registry.set("astraflow_groups_trained_total", policy.trained, policy=name)
+        for reason, count in policy.dropped.items():
+            registry.set("astraflow_groups_dropped_total", count, policy=name, reason=reason)
+    registry.set("astraflow_episodes_committed_total", state.num_episodes)
+    registry.set("astraflow_episodes_refused_total", state.num_refused)
+    registry.set("astraflow_leases_lost_total", state.num_lost)
+    for kind, count in state.errors.items():
+        registry.set("astraflow_episode_errors_total", count, kind=kind)
+    for node_id, node in state.nodes.items():
+        registry.set("astraflow_node_leases", len(node.held), node=node_id)
+    for node_id, seen in machine.live.nodes.items():
+        for stat, value in seen.stats.items():
+            registry.set("astraflow_node_stat", value, node=node_id, name=stat)
+    return registry.prometheus_text()

@@ -1,0 +1,55 @@
+"""What people and the report read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from astraflow.dataflow.machine.commands import MetricsRow
+from astraflow.dataflow.views.nodes import PoolRates
+from astraflow.dataflow.views.rows import MetricsFile
+from astraflow.dataflow.views.status import status
+from astraflow.testing.dataflow import Desk, small_config
+
+
+def test_a_row_is_written_once_also_over_restarts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        file = MetricsFile(path)
+        file.append(MetricsRow("step", "actor", 1, 2.0, {"reward/mean": 0.5}), {"nodes/count": 1.0})
+        file.append(MetricsRow("eval", "", 1, 2.0, {"eval/success": 0.5}))
+        file.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    expected = {"kind": "step", "policy": "actor", "step": 1, "time_s": 2.0, "nodes/count": 1.0, "reward/mean": 0.5}
+    assert rows[0] == expected and len(rows) == 2
+
+
+def test_rates_of_the_pool_come_from_what_nodes_report() -> None:
+    desk = Desk(small_config())
+    desk.start("a", "b")
+    live, rates = desk.machine.live, PoolRates()
+    for node_id in ("a", "b"):
+        live.hear_node(node_id, 0.0).stats = {"busy_s": 10.0, "sampled_tokens": 100.0, "running": 2.0}
+    rates.read(live, 10.0)
+    live.nodes["a"].stats = {"busy_s": 15.0, "sampled_tokens": 300.0, "running": 1.0}
+    live.nodes["b"].stats = {"busy_s": 11.0, "sampled_tokens": 50.0, "running": 0.0}  # started again
+    metrics = rates.read(live, 20.0)
+    assert metrics["nodes/count"] == 2 and metrics["nodes/running"] == 1
+    assert metrics["nodes/tokens_per_s"] == pytest.approx(20.0)
+    assert metrics["nodes/idle_fraction"] == pytest.approx(1 - 6 / 20)
+
+
+def test_status_names_what_a_person_asks_for() -> None:
+    desk = Desk(small_config(evaluation={"source": "held"}))
+    desk.start()
+    desk.lease(4)
+    shown = status(desk.machine, 1.5)
+    assert shown["time_s"] == 1.5 and not shown["finished"] and shown["failure"] is None
+    assert shown["policies"]["actor"]["gate"] == {"in_flight": 1, "limit": 4}
+    assert shown["episodes"]["leased"] == 4
+    assert shown["nodes"][0]["name"] == "n" and shown["nodes"][0]["leased"] == 4
+    assert shown["evaluation"]["open"] == [{"version": 0, "done": 0, "of": 3}]
+    assert shown["accounting"] == {"admitted": 1, "trained": 0, "dropped": {}, "in_flight": 1}
+    assert shown["cursor"] == {"source": "train", "epoch": 0, "position": 1}
