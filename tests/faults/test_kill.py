@@ -11,7 +11,7 @@ import pytest
 from astraflow.testing.ledger import Ledger
 from astraflow.testing.runs import LaunchedRun, Role, wait_until
 
-SEED, STEPS, GROUPS = 20, 24, 6
+SEED, STEPS, GROUPS = 20, 30, 6
 ROLES: tuple[Role, ...] = ("node", "trainer", "dataflow")
 SMALL = (
     f"--run.steps={STEPS}", "--run.checkpoint_every=5", "--workflow.group_size=4",
@@ -41,6 +41,7 @@ def test_a_run_survives_kill_9_and_its_books_are_right(tmp_path: Path, role: Rol
             if step:
                 run.wait_for_step(step)
             threading.Event().wait(delay_s)  # the random moment itself, nothing is waited for
+            assert run.popen.poll() is None, f"the run ended before the {role} could be killed: {run.words()}"
             run.kill(role)
             code = run.wait(200.0)
     finally:

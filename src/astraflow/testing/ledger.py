@@ -38,11 +38,15 @@ class Ledger:
         """Read the journal as it is now; None: there is none yet."""
         state = read_state(self._path)
         if state is not None:
-            self.num_looks += 1
-            for name, policy in state.policies.items():
-                self._check_account(name, state, policy)
-                self._check_batches(name, policy)
+            self.examine(state)
         return state
+
+    def examine(self, state: State) -> None:
+        """Check one state against what was seen before."""
+        self.num_looks += 1
+        for name, policy in state.policies.items():
+            self._check_account(name, state, policy)
+            self._check_batches(name, policy)
 
     @contextlib.contextmanager
     def watching(self, interval_s: float = 0.1) -> Iterator[None]:
