@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,12 +32,14 @@ def checked_prompt(prompt_ids: Sequence[int] | np.ndarray, max_context: int, voc
 
 def check_sampling(sampling: Sampling) -> None:
     """Raises: EngineError: a parameter out of its range."""
-    rules = (
-        ("temperature", sampling.temperature >= 0, "must be >= 0", "use 0 for greedy"),
-        ("top_p", 0 < sampling.top_p <= 1, "must be in (0, 1]", "use 1 for off"),
-        ("top_k", sampling.top_k >= 0, "must be >= 0", "use 0 for off"),
-        ("max_tokens", sampling.max_tokens >= 1, "must be >= 1", "ask for at least one token"),
-    )
-    for name, holds, rule, fix in rules:
-        if not holds:
-            raise EngineError(f"sampling.{name}", sampling.__getattribute__(name), rule, fix)
+    temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
+    require("sampling.temperature", temperature, 0 <= temperature < math.inf, "must be >= 0", "use 0 for greedy")
+    require("sampling.top_p", top_p, 0 < top_p <= 1, "must be in (0, 1]", "use 1 for off")
+    require("sampling.top_k", top_k, top_k >= 0, "must be >= 0", "use 0 for off")
+    require("sampling.max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "must be >= 1", "ask for a token")
+
+
+def require(thing: str, value: object, holds: bool, rule: str, fix: str) -> None:
+    """Raises: EngineError: `holds` is false."""
+    if not holds:
+        raise EngineError(thing, value, rule, fix)

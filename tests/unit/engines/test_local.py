@@ -186,6 +186,26 @@ def test_max_context_can_be_lowered_not_raised(endless_dir: Path) -> None:
         LocalEngine(endless_dir, max_context=513)
 
 
+@pytest.mark.parametrize(
+    "setting", [{"max_concurrency": 0}, {"max_context": 1}, {"threads": 0}, {"delay_s": -1.0}, {"prefix_cache_mb": -1}]
+)
+def test_settings_out_of_range_are_refused_by_name(endless_dir: Path, setting: dict[str, float]) -> None:
+    with pytest.raises(EngineError, match=f"engine.{next(iter(setting))}="):
+        LocalEngine(endless_dir, **setting)  # type: ignore[arg-type]
+
+
+def test_the_engine_thread_has_the_threads_it_was_given(endless_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    engine = LocalEngine(endless_dir, threads=2)
+    seen: list[int] = []
+    step = engine._decoder.step
+    monkeypatch.setattr(engine._decoder, "step", lambda: (seen.append(torch.get_num_threads()), step())[1])
+    engine.submit("a", [1], Sampling(max_tokens=1)).result(60)
+    engine.close()
+    torch.set_num_threads(before)
+    assert seen == [2]
+
+
 def test_an_unknown_dtype_is_refused(endless_dir: Path) -> None:
     with pytest.raises(ModelError, match="dtype=float8"):
         LocalEngine(endless_dir, dtype="float8")

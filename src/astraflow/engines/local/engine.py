@@ -11,6 +11,8 @@ load_weights and close wake it.
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,12 +28,13 @@ from astraflow.engines.local.decoder import Decoder
 from astraflow.engines.local.inbox import Inbox, Swap, Work
 from astraflow.engines.local.rows import Request
 from astraflow.engines.local.sampler import row_key
-from astraflow.engines.requests import check_sampling, checked_prompt
+from astraflow.engines.requests import check_sampling, checked_prompt, require
 from astraflow.errors import AstraFlowError, EngineError, ModelError
 from astraflow.models.chat import eos_ids
 from astraflow.models.load import load_model
 from astraflow.types import Generation, Sampling
 
+log = logging.getLogger(__name__)
 _SEEDED_STREAM = -1  # apart from the streams of engine seeds, which are >= 0
 
 
@@ -42,7 +45,7 @@ class LocalEngine:
     is the model's own limit; threads: intra-op threads, of the whole process; seed: of requests that bring none;
     delay_s: every request waits this long before it starts; prefix_cache_mb: memory for keys and values of prompts and
     finished turns that may come back, 0 keeps none.
-    Raises: ModelError: the directory holds no model that this engine can run.
+    Raises: ModelError: the directory holds no model that this engine can run. EngineError: a setting out of its range.
     """
 
     def __init__(
@@ -57,7 +60,12 @@ class LocalEngine:
         delay_s: float = 0.0,
         prefix_cache_mb: int = 256,
     ) -> None:
-        torch.set_num_threads(max(threads, 1))
+        require("engine.max_concurrency", max_concurrency, max_concurrency >= 1, "must be >= 1", "use 64")
+        require("engine.max_context", max_context, max_context == 0 or max_context >= 2, "must be >= 2", "use 0")
+        require("engine.threads", threads, threads >= 1, "must be >= 1", "use 1")
+        require("engine.delay_s", delay_s, 0 <= delay_s < math.inf, "must be >= 0", "use 0 for none")
+        require("engine.prefix_cache_mb", prefix_cache_mb, prefix_cache_mb >= 0, "must be >= 0", "use 0 for none")
+        torch.set_num_threads(threads)
         model = load_model(model_dir, dtype, "sdpa").requires_grad_(False)
         self._max_context = _context_limit(model.config, max_context)
         self._vocab_size: int = model.config.get_text_config().vocab_size
@@ -135,8 +143,10 @@ class LocalEngine:
                     self._turn(work)
                     self._counts["busy_s"] += time.perf_counter() - began
         except AstraFlowError as error:
+            log.error("the engine stops: %s", error)
             inbox.fail(EngineError("engine", "stopped", f"by an error ({error})", "correct it and start again"))
         except Exception as error:  # whatever it is, nobody may wait for a thread that is gone
+            log.exception("the engine's thread ends")
             failure = EngineError(
                 "engine", type(error).__name__, f"ended its thread ({error})", "see the cause in its log"
             )
