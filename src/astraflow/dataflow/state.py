@@ -159,7 +159,8 @@ class Machine:
             for policy in state.policies.values():
                 policy.dropped_in_row = 0
         if plan.evaluation is not None and state.next_round < 0 and not self.context.training_over:
-            state.next_round = plan.steps  # the run was made longer
+            newest, every = min(p.latest for p in state.policies.values()), plan.evaluation.every
+            state.next_round = min((newest // every + 1) * every, plan.steps)  # the run was made longer
         self.live.restart(now)
 
     def _complete(self, group: OpenGroup) -> None:

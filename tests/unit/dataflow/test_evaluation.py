@@ -117,3 +117,19 @@ def test_without_the_section_there_is_no_round() -> None:
     desk.play(4)
     desk.step(0)
     assert desk.machine.finished and desk.machine.state.results == []
+
+
+def test_a_run_that_is_made_longer_has_its_further_rounds() -> None:
+    desk = Desk(small_config(run__steps=1, evaluation=SECTION))
+    desk.start()
+    for version in range(5):
+        finish_rounds(desk, version=version)
+        if desk.machine.finished:
+            desk.keep_snapshot()
+            desk.config = small_config(run__steps=5, evaluation=SECTION)
+            desk.restart()
+        desk.play(100, version)
+        desk.step(version)
+    finish_rounds(desk, version=5)
+    assert desk.machine.finished
+    assert [r["eval/version"] for r in desk.machine.state.results] == [0, 1, 2, 4, 5]

@@ -7,7 +7,8 @@
 ```
 
 The snapshot of the journal is this tree as JSON. Liveness (who was heard of when) is deliberately not part of it, see
-`dataflow.state.Liveness`. Many-times records are JSON arrays.
+`dataflow.machine.liveness`. Records that there are many of are JSON arrays, and hidden from the cyclic garbage
+collector (they hold no cycles), which would else walk through all of them again and again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 from astraflow.types import Purpose
 
 
-class Put(msgspec.Struct, frozen=True, array_like=True):
+class Put(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where the body of one commit lies: `segments/<segment>.arrow[offset : offset + length]`."""
 
     segment: int
@@ -32,7 +33,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True):
         return self.segment << 32 | self.offset
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One policy's share of one committed episode: its rows and what the machine needs to know of them."""
 
     policy: str
@@ -51,7 +52,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
         return min((v for v in self.min_versions if v >= 0), default=-1)
 
 
-class EpisodeCommit(msgspec.Struct, frozen=True, array_like=True):
+class EpisodeCommit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One finished episode as the machine sees it; the tokens stay in the segment."""
 
     episode_id: str
@@ -77,7 +78,7 @@ class OpenGroup(msgspec.Struct, array_like=True):
     num_open: int  # siblings that are not done
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One scored episode of a group that waits for, or is part of, a batch."""
 
     part: Part
@@ -85,7 +86,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     success: float  # 0..1
 
 
-class QueuedGroup(msgspec.Struct, frozen=True, array_like=True):
+class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A complete group of one policy that passed its operators."""
 
     group_id: str
