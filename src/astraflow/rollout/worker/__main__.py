@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 
+from astraflow.observe.logs import setup_logging
 from astraflow.rollout.loop import run_loop
 from astraflow.rollout.worker.player import Worker
 
@@ -37,7 +38,8 @@ def main() -> None:
     """Entry point of `python -m astraflow.rollout.worker <fd>`."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the node's to handle
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    setup_logging("worker", level=logging.WARNING)  # of libraries that agents bring
+    logging.getLogger("astraflow").setLevel(logging.INFO)
     run_loop(serve(int(sys.argv[1])))
 
 
