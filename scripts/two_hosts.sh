@@ -62,16 +62,23 @@ ip -n "$a" addr add $ip_a/24 dev "$tag"
 ip -n "$b" addr add $ip_b/24 dev "$tag"
 for host in "$a" "$b"; do ip -n "$host" link set lo up && ip -n "$host" link set "$tag" up; done
 if command -v nft >/dev/null && ip netns exec "$b" nft -f - 2>/dev/null <<'RULES'; then
-table inet closed { chain input { type filter hook input priority 0; policy accept; iif != "lo" tcp flags & (syn | ack) == syn drop; } }
+table inet closed {
+  chain input {
+    type filter hook input priority 0; policy accept;
+    iif != "lo" tcp flags & (syn | ack) == syn drop
+  }
+}
 RULES
   say "host B drops every inbound connection (nft)"
 else
   say "no nft here: host B is closed because nothing listens on it (checked below)"
 fi
 
-# A host of its own: private /dev/shm and host name; B also has an empty directory where A keeps the run.
-on_a() { ip netns exec "$a" unshare --mount --uts bash -c 'mount -t tmpfs shm /dev/shm && hostname host-a && exec "$@"' _ "$@"; }
-on_b() { ip netns exec "$b" unshare --mount --uts bash -c 'mount -t tmpfs shm /dev/shm && mount -t tmpfs none "$0" && hostname host-b && exec "$@"' "$run" "$@"; }
+# A host of its own: private /dev/shm and host name; on B the run directory of A is an empty one.
+settle='mount -t tmpfs shm /dev/shm && hostname "$0"'
+start='exec ${LIMIT_S:+timeout $LIMIT_S} "$@"'
+on_a=(ip netns exec "$a" unshare --mount --uts bash -c "$settle && $start" host-a)
+on_b=(ip netns exec "$b" unshare --mount --uts bash -c "$settle && mount -t tmpfs none '$run' && $start" host-b)
 until_ready() { # until_ready FILE PID SECONDS WHAT
   local deadline=$((SECONDS + $3))
   until [[ -s $1 ]]; do
@@ -83,7 +90,7 @@ until_ready() { # until_ready FILE PID SECONDS WHAT
 refused() { # refused LOG WORD COMMAND...: must exit with an error whose message contains WORD
   local log=$work/$1.log word=$2 code=0
   shift 2
-  timeout 60 "$@" >"$log" 2>&1 || code=$?
+  LIMIT_S=60 "$@" >"$log" 2>&1 || code=$?
   ((code != 0 && code != 124)) || fail "exit code $code where a refusal was due: $*"
   grep -qi -- "$word" "$log" || fail "the refusal does not mention '$word': $(tail -n 1 "$log")"
   say "refused as it must be (exit code $code): $(grep -i -m 1 -- "$word" "$log" | cut -c1-160)"
@@ -100,26 +107,26 @@ DATAFLOW=(dataflow "$recipe" --run-dir)
 unset ASTRAFLOW_TOKEN
 # shellcheck disable=SC2086  # the command may be several words
 {
-  refused no-token-bind ASTRAFLOW_TOKEN on_a $astraflow "${DATAFLOW[@]}" "$work/bare" --host $ip_a --port 7701 "${overrides[@]}"
+  refused no-token-bind ASTRAFLOW_TOKEN "${on_a[@]}" $astraflow "${DATAFLOW[@]}" "$work/bare" --host $ip_a --port 7701 "${overrides[@]}"
 
-  on_a $astraflow "${DATAFLOW[@]}" "$work/loop" --host 127.0.0.1 --port 7702 --ready-file "$work/loop.json" >"$work/loop.log" 2>&1 &
+  "${on_a[@]}" $astraflow "${DATAFLOW[@]}" "$work/loop" --host 127.0.0.1 --port 7702 --ready-file "$work/loop.json" >"$work/loop.log" 2>&1 &
   loop=$! && pids+=("$loop")
   until_ready "$work/loop.json" "$loop" 30 "the dataflow service on loopback"
-  on_a $astraflow status http://127.0.0.1:7702 >"$work/status.log" 2>&1 || fail "loopback must need no token"
+  "${on_a[@]}" $astraflow status http://127.0.0.1:7702 >"$work/status.log" 2>&1 || fail "loopback must need no token"
   say "loopback needs no token"
   kill "$loop" && { wait "$loop" || true; }
 
   export ASTRAFLOW_TOKEN=$token
-  on_a $astraflow "${DATAFLOW[@]}" "$run" --host $ip_a --port 7700 --ready-file "$work/ready.json" "${overrides[@]}" >"$work/dataflow.log" 2>&1 &
+  "${on_a[@]}" $astraflow "${DATAFLOW[@]}" "$run" --host $ip_a --port 7700 --ready-file "$work/ready.json" "${overrides[@]}" >"$work/dataflow.log" 2>&1 &
   dataflow=$! && pids+=("$dataflow")
   until_ready "$work/ready.json" "$dataflow" 60 "the dataflow service"
-  ASTRAFLOW_TOKEN=wrong refused wrong-token token on_b $astraflow node --dataflow $url
-  ASTRAFLOW_TOKEN='' refused no-token token on_b $astraflow node --dataflow $url
-  ASTRAFLOW_TOKEN=wrong refused wrong-token-trainer token on_a $astraflow trainer --policy actor --run-dir "$work/wrong" --dataflow $url
+  ASTRAFLOW_TOKEN=not-this-one refused wrong-token token "${on_b[@]}" $astraflow node --dataflow $url
+  ASTRAFLOW_TOKEN='' refused no-token token "${on_b[@]}" $astraflow node --dataflow $url
+  ASTRAFLOW_TOKEN=not-this-one refused wrong-token-trainer token "${on_a[@]}" $astraflow trainer --policy actor --run-dir "$work/wrong" --dataflow $url
 
-  on_a $astraflow trainer --policy actor --run-dir "$run" --dataflow $url --threads 1 >"$work/trainer.log" 2>&1 &
+  "${on_a[@]}" $astraflow trainer --policy actor --run-dir "$run" --dataflow $url --threads 1 >"$work/trainer.log" 2>&1 &
   trainer=$! && pids+=("$trainer")
-  on_b $astraflow node --name far --dataflow $url --threads 1 >"$work/node.log" 2>&1 &
+  "${on_b[@]}" $astraflow node --name far --dataflow $url --threads 1 >"$work/node.log" 2>&1 &
   node=$! && pids+=("$node")
 }
 say "running: one command each for dataflow and trainer on A, node on B"
@@ -141,15 +148,24 @@ while kill -0 "$trainer" 2>/dev/null; do
   sleep 1
 done
 wait "$trainer" || fail "the trainer ended with exit code $?"
-for name in node dataflow; do
-  deadline=$((SECONDS + 30))
-  while kill -0 "${!name}" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
-  if kill -0 "${!name}" 2>/dev/null; then # a service started by hand may stay to be asked
-    kill "${!name}"
-  fi
-  wait "${!name}" || fail "$name ended with exit code $?"
-done
+deadline=$((SECONDS + 30))
+while kill -0 "$node" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
+wait "$node" || fail "the node ended with exit code $?"
 [[ -n $checked ]] || fail "no step was seen while the run went on"
+# shellcheck disable=SC2086
+{
+  "${on_a[@]}" $astraflow status $url --json >"$work/status.json" || fail "the dataflow service must still answer"
+  kill "$dataflow" # started by hand, it stays to be asked until it is told to go
+  wait "$dataflow" || fail "the dataflow service ended with exit code $?"
+  $astraflow report "$run" >/dev/null
+}
+python3 - "$work/status.json" "$run/report/summary.json" "${success:-0}" <<'CHECK' || fail "the run is not what it should be"
+import json, sys
 
-"$(dirname "$(command -v python3)")/python3" scripts/two_hosts_check.py "$run" "${success:-0}"
+status, summary = (json.load(open(path)) for path in sys.argv[1:3])
+account, reached = summary["accounting"], summary["success"]["end"]
+law = account["admitted"] == account["trained"] + sum(account["dropped"].values()) + account["in_flight"]
+print(f"two-hosts: {summary['steps']} steps, success {summary['success']['start']} -> {reached}, accounting {account}")
+sys.exit(not (status["finished"] and law and reached >= float(sys.argv[3])))
+CHECK
 say "done: the run of host A with the node of host B completed${keep:+; see $keep}"
