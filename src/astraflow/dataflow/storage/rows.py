@@ -117,16 +117,17 @@ def _version_stats(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     newest = np.full(len(lengths), -1, np.int64)
     if not len(mask):
         return counts, oldest, newest
-    if versions.min(where=mask, initial=_NEVER) < 0:
+    of_sampled = np.where(mask, versions, _NEVER)
+    if of_sampled.min() < 0:
         raise SchemaError("column versions", -1, "must be >= 0 where loss_mask is true", "record the engine's version")
-    if not np.isfinite(logprobs).all():
+    if not np.isfinite(logprobs.sum(dtype=np.float64)):  # one bad value spoils the sum; faster than isfinite().all()
         raise SchemaError(
             "column behavior_logprobs", "nan or inf", "must be finite", "drop the episode as an error at its node"
         )
     filled = np.flatnonzero(lengths)
     starts = (np.cumsum(lengths) - lengths)[filled]
     counts[filled] = np.add.reduceat(mask, starts, dtype=np.int64)
-    low = np.minimum.reduceat(np.where(mask, versions, _NEVER), starts)
+    low = np.minimum.reduceat(of_sampled, starts)
     oldest[filled] = np.where(low == _NEVER, -1, low)
     newest[filled] = np.maximum.reduceat(np.where(mask, versions, -1), starts)
     return counts, oldest, newest
@@ -143,19 +144,16 @@ def _rewards_per_call(table: pa.Table) -> dict[int, tuple[float, ...]]:
 
 
 def batch_table(batch: Batch, puts: dict[int, Put], read: Callable[[Put], pa.Buffer]) -> pa.Table:
-    """The rows of a batch in the order of its groups, with `advantages` and `weight`."""
-    needed = [(e.part.put, row, e.advantage, g.weight) for g in batch.groups for e in g.entries for row in e.part.rows]
-    order = sorted(range(len(needed)), key=lambda i: needed[i][:2])
-    pieces = []
-    for key, members in groupby((needed[i] for i in order), key=itemgetter(0)):
-        numbers = [m[1] for m in members]
+    """The rows of a batch with `advantages` and `weight`, in the order in which they are stored (no row is moved)."""
+    needed = sorted(
+        (e.part.put, row, e.advantage, g.weight) for g in batch.groups for e in g.entries for row in e.part.rows
+    )
+    pieces: list[pa.Table] = []
+    for key, members in groupby(needed, key=itemgetter(0)):
         with pa.ipc.open_stream(read(puts[key])) as reader:
             table = reader.read_all().replace_schema_metadata(None)
-        contiguous = numbers[-1] - numbers[0] == len(numbers) - 1
-        pieces.append(table.slice(numbers[0], len(numbers)) if contiguous else table.take(numbers))
-    position = np.empty(len(order), np.int64)
-    position[order] = np.arange(len(order))
-    table = pa.concat_tables(pieces).combine_chunks().take(pa.array(position))
+        pieces += _pick(table, [m[1] for m in members])
+    table = pa.concat_tables(pieces).combine_chunks()
     lengths = list_lengths(table.column("token_ids"))
     per_row = np.fromiter((n[2] for n in needed), np.float32, len(needed))
     weights = np.fromiter((n[3] for n in needed), np.float32, len(needed))
@@ -165,3 +163,12 @@ def batch_table(batch: Batch, puts: dict[int, Put], read: Callable[[Put], pa.Buf
     advantages = pa.ListArray.from_arrays(offsets, pa.array(per_token, pa.float32()))
     columns = [*table.columns, advantages, pa.array(weights, pa.float32())]
     return pa.Table.from_arrays(columns, schema=TRAINING_SCHEMA)
+
+
+def _pick(table: pa.Table, rows: list[int]) -> list[pa.Table]:
+    """Rows (rising) of a put: a few long runs are views, many short ones are copied at once."""
+    ends = [i + 1 for i in range(len(rows)) if i + 1 == len(rows) or rows[i + 1] != rows[i] + 1]
+    if len(ends) > 1 and len(ends) * 8 > len(rows):
+        return [table.take(rows)]
+    starts = [0, *ends[:-1]]
+    return [table.slice(rows[start], end - start) for start, end in zip(starts, ends, strict=True)]
