@@ -28,9 +28,11 @@ def test_every_verb_says_what_it_does() -> None:
 
 def test_every_metric_is_documented_with_its_kind() -> None:
     text = (ROOT / "docs" / "operations.md").read_text()
-    assert not [
-        m.name for m in METRICS if f"| `{m.name}` | {m.kind}, {m.unit} | {', '.join(m.labels) or '-'} |" not in text
-    ]
+    rows = [f"| `{m.name}` | {m.kind}, {m.unit} | {', '.join(m.labels) or '-'} | {m.help} |" for m in METRICS]
+    missing = [row for row in rows if row not in text]
+    assert not missing, "docs/operations.md lacks:\n" + "\n".join(missing)
+    known = {m.name for m in METRICS}
+    assert not [name for name in re.findall(r"^\| `(astraflow_\w+)`", text, re.MULTILINE) if name not in known]
 
 
 def test_every_command_of_the_makefile_is_real_where_the_docs_name_it() -> None:

@@ -52,7 +52,7 @@ def run(
     Change any setting after the recipe, for example: astraflow run quickstart --run.steps=5 --run.seed=1
     """
     from astraflow.config.env import token_from_env
-    from astraflow.launch.checks import check_sources, missing_for
+    from astraflow.launch.checks import check_play, missing_for
     from astraflow.launch.plan import plan_processes
     from astraflow.wire.app import check_bind
 
@@ -70,7 +70,7 @@ def run(
     problems = missing_for(config)
     if problems:
         raise ConfigError("this machine", problems)
-    check_sources(config)
+    check_play(config)
     _launch(config, resume=resume, token=token, cores=cores)
 
 
@@ -115,10 +115,10 @@ def validate(
 ) -> None:
     """Check a run file and say everything that is wrong with it."""
     from astraflow.config.load import dump_for_people
-    from astraflow.launch.checks import check_sources
+    from astraflow.launch.checks import check_play
 
     config = open_run(recipe, ctx.args)
-    rows = check_sources(config)
+    rows = check_play(config)
     if show:
         typer.echo(dump_for_people(config))
         return

@@ -7,16 +7,19 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from astraflow.config.env import cache_dir
 from astraflow.config.rooms import build
 from astraflow.config.schema import RunConfig
 from astraflow.errors import AstraFlowError, SourceError
+from astraflow.workflows.load import build_workflow
+from astraflow.workflows.single_turn import SingleTurn
 
 TORCH_STACK = ("torch", "transformers", "safetensors", "jinja2")
 BUILT_IN_MODELS: Mapping[str, tuple[str, ...]] = {
@@ -68,19 +71,37 @@ def _model_problems(config: RunConfig) -> list[str]:
     return problems
 
 
-def check_sources(config: RunConfig) -> dict[str, int]:
-    """Build every source and read its first row; gives the number of rows of each.
+def check_play(config: RunConfig) -> dict[str, int]:
+    """Build the workflow and every source, read first rows; gives the number of rows of each source.
 
-    Raises: SourceError: missing, malformed or empty.
+    Raises: SourceError: a source is missing, malformed or empty, or lacks what is asked of its rows. Problem,
+    ConfigError: the workflow cannot be built.
     """
-    rows = {}
+    workflow = build_workflow(config.workflow, sorted(config.policies))
+    rows, first = {}, {}
     for name, spec in config.sources.items():
         source = build("sources", spec.type, spec.options, f"sources.{name}")
         rows[name] = len(source)
         if not rows[name]:
             raise SourceError(f"sources.{name}", spec.type, "has no rows", "give a file or range that holds some")
-        source.row(0)
+        first[name] = source.row(0)
+    played = {config.train_source} | ({config.evaluation.source} if config.evaluation is not None else set())
+    if isinstance(workflow, SingleTurn):
+        for name in sorted(played):
+            _check_keys(name, first[name], workflow.fields, "workflow.prompt names it")
+    for policy, section in config.policies.items():
+        if section.warm_start is not None:
+            name = section.warm_start.source
+            _check_keys(name, first[name], ("messages",), f"policies.{policy}.warm_start learns from it")
     return rows
+
+
+def _check_keys(source: str, row: dict[str, Any], keys: Sequence[str], why: str) -> None:
+    for key in keys:
+        if key not in row:
+            raise SourceError(
+                f"sources.{source} row 0", ", ".join(row), f"has no key '{key}'", f"{why}; name a key that rows have"
+            )
 
 
 def examine(directory: Path) -> list[Check]:

@@ -9,7 +9,7 @@
 | event       | what happens                                                                                        |
 |-------------|-----------------------------------------------------------------------------------------------------|
 | Ready       | the dataflow service answers: trainers start, nodes start when their `start_after_s` has passed      |
-| Exited      | crashed: start again after a backoff; too often or a wrong setting (exit code 2): the run fails      |
+| Exited      | crashed: start again after a backoff; too often, or refused (exit code 2): the run fails             |
 | Finished    | the run is over: workers leave by themselves (trainers write their checkpoint), then dataflow ends   |
 | Failed      | the dataflow service says why the run cannot go on: everything ends                                  |
 | Interrupted | once: workers get SIGTERM and a limit, then dataflow; twice: SIGKILL for all                         |
@@ -182,8 +182,8 @@ class Supervision:
             self._start_again(slot, now + self._limits.left_s)
             return
         slot.crashes = [t for t in slot.crashes if now - t < self._limits.crash_window_s] + [now]
-        if event.code == 2:
-            self._fail(f"{event.name} refused to start (exit code 2)", event.tail)
+        if event.code == 2 or (event.code > 0 and self.phase == "starting"):
+            self._fail(f"{event.name} refused to start (exit code {event.code})", event.tail)
         elif len(slot.crashes) > self._limits.max_crashes:
             spell = f"{len(slot.crashes)} times in {now - slot.crashes[0]:.0f} s"
             self._fail(f"{event.name} died {spell}, at last of {cause(event.code)}", event.tail)

@@ -111,6 +111,13 @@ def test_a_worker_that_saw_the_end_first_does_not_come_back() -> None:
     assert state.phase == "done" and state.succeeded
 
 
+def test_a_dataflow_service_that_refuses_its_first_start_is_not_tried_again() -> None:
+    state = Supervision(SPECS, 0.0)
+    state.handle(Tick(), 0.0)
+    state.handle(Exited("dataflow", 1, "dataflow.port=80 cannot be bound"), 1.0)
+    assert state.phase == "done" and state.failure is not None and "cannot be bound" in state.failure
+
+
 def test_planned_kill_happens_once_is_replaced_and_is_no_crash() -> None:
     state = running(KILLED)
     assert state.handle(Tick(), 30.9) == []

