@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 VOCABULARY = 40
 SIZES = {
@@ -23,6 +31,9 @@ def write_model(directory: Path, kind: str, eos: int | None, seed: int = 0) -> P
     model: PreTrainedModel
     if kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, **ids, tie_word_embeddings=True))
+    elif kind == "gpt2":
+        settings = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+        model = GPT2LMHeadModel(GPT2Config(**settings, **ids, n_positions=64))
     else:
         model = LlamaForCausalLM(LlamaConfig(**SIZES, **ids, tie_word_embeddings=False))
     model.save_pretrained(directory)
@@ -45,3 +56,9 @@ def eos_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Llama, untied, without EOS."""
     return write_model(tmp_path_factory.mktemp("llama"), "llama", None)
+
+
+@pytest.fixture(scope="session")
+def gpt2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2: learned positions, 64 of them; no EOS."""
+    return write_model(tmp_path_factory.mktemp("gpt2"), "gpt2", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +105,26 @@ def test_a_next_turn_computes_only_what_is_new_and_samples_the_same(endless_dir:
     for name in ours:
         np.testing.assert_array_equal(ours[name].token_ids, fresh[name].token_ids)
         np.testing.assert_allclose(ours[name].logprobs, fresh[name].logprobs, atol=1e-4)
+
+
+def test_a_prefill_of_known_rows_keeps_to_the_budget_too(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(decoder._model, (), 64, 512, 1 << 20)
+    shapes: list[tuple[int, ...]] = []
+    forward = decoder._forward
+
+    def spy(model: torch.nn.Module, ids: np.ndarray, *rest: Any) -> Any:
+        shapes.append(ids.shape)
+        return forward(model, ids, *rest)
+
+    monkeypatch.setattr("astraflow.engines.local.decoder._PREFILL_TOKENS", 32)
+    with torch.inference_mode():
+        decoder.admit([ask(f"r{i}", [1 + i, 3, 4], 1) for i in range(8)])
+        turns = run(decoder)
+        monkeypatch.setattr(decoder, "_forward", spy)
+        sizes = [9, 1, 40, 3, 8, 2, 16, 5]
+        decoder.admit([ask(n, follow_up([1 + i, 3, 4], turns[n], [7] * sizes[i])) for i, n in enumerate(turns)])
+    assert len(shapes) > 1
+    assert all(rows * width <= 32 or rows == 1 for rows, width in shapes)
 
 
 def test_a_sibling_that_comes_later_finds_the_prompt(endless_dir: Path) -> None:

@@ -128,6 +128,28 @@ def test_across_swaps_in_flight_each_token_has_the_logprob_of_its_own_version(
     assert seen == {0, 1, 2}
 
 
+def test_turns_of_an_agent_have_the_logprobs_of_a_fresh_forward_up_to_the_end_of_the_context(gpt2_dir: Path) -> None:
+    model, contexts = load_model(gpt2_dir), prompts(9, 12)
+    rng = np.random.default_rng(1)
+    with running(gpt2_dir) as engine:
+        assert engine.max_context == 64
+        for turn in range(6):
+            futures = [
+                engine.submit(
+                    f"{i}/{turn}",
+                    context,
+                    Sampling(max_tokens=1 + 2 * i),
+                )
+                for i, context in enumerate(contexts)
+            ]
+            for i, future in enumerate(futures):
+                generation = future.result(60)
+                expected = fresh_logprobs(model, contexts[i], generation, 1.0)
+                np.testing.assert_allclose(generation.logprobs, expected, atol=TOLERANCE)
+                observation = rng.integers(0, 40, 1 + 3 * i % 8).tolist()
+                contexts[i] = (contexts[i] + generation.token_ids.tolist() + observation)[: 63 - i % 2]
+
+
 def test_after_a_swap_a_long_shared_prefix_is_as_in_a_fresh_engine(endless_dir: Path) -> None:
     prompt, new = prompts(1, 400, seed=3)[0] * 3, other_weights(endless_dir, 9)
     prompt = prompt[:300]

@@ -193,7 +193,7 @@ def _context_limit(config: PreTrainedConfig, asked: int) -> int:
             "config.layer_types", sorted(kinds), "must be attention over all tokens",
             "use a model whose layers are all of kind full_attention, or the vllm engine",
         )  # fmt: skip
-    limit: int = settings["max_position_embeddings"]
+    limit: int = config.get_text_config().max_position_embeddings
     window = settings.get("sliding_window")
     if window and (not settings.get("layer_types") or "sliding_attention" in kinds):
         limit = min(limit, window)
