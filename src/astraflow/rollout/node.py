@@ -189,7 +189,9 @@ class _Node:
         self._closing.push_async_callback(pool.close)
         await pool.start()
         runner_options = RunnerOptions(self._id, options.concurrency, options.delay_s)
-        runner = Runner(runner_options, gateway, engines, pool, self._committer.add)
+        runner = Runner(
+            runner_options, gateway, engines, pool, self._committer.add, lambda name: self._weights[name].announced
+        )
         self._stats.watch(engines, gateway, runner, pool, self._weights)
         self.tasks.spawn("worker pool", pool.watch())
         for name, engine in engines.items():
@@ -283,7 +285,8 @@ class _Node:
 
     async def _deadlines(self, runner: Runner) -> None:
         while True:
-            await asyncio.sleep(self._options.limits.pulse_s)
+            await asyncio.sleep(min(self._options.limits.pulse_s, runner.patience_s))
+            runner.start_waiting()
             runner.expire_waiting()
 
     async def _ask(self, what: str, request: Callable[[], R]) -> R:

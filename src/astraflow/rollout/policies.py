@@ -46,6 +46,11 @@ class Weights:
         self._news = asyncio.Event()
         self.num_failures = 0
 
+    @property
+    def announced(self) -> int:
+        """The newest version that is known to exist."""
+        return self._announced.version
+
     def announce(self, newest: WeightVersion) -> None:
         """There is this version (older ones, and those known already, change nothing)."""
         if newest.version > self._announced.version or (

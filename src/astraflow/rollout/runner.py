@@ -3,6 +3,7 @@
 | an episode is | until                                             | then                                        |
 |---------------|---------------------------------------------------|---------------------------------------------|
 | waiting       | every policy's engine has the lease's min version | a gateway episode is opened, a worker plays |
+|               | (and the newest one, if that comes soon)          |                                             |
 | playing       | Done, deadline, cancel, or the end of its worker  | its captured calls become trajectories      |
 | finished      | `on_episode(episode)` was called                  | its place is free                           |
 """
@@ -38,6 +39,7 @@ class RunnerOptions:
     node_id: str
     capacity: int  # episodes in play at once
     delay_s: float = 0.0  # added to every call of a workflow
+    patience_s: float = 0.5  # an episode waits so long for the newest weights: what starts fresh is rarely dropped
 
 
 class _Play:
@@ -77,10 +79,12 @@ class Runner:
         engines: Mapping[str, Engine],
         pool: WorkerPool,
         on_episode: Callable[[Episode], None],
+        newest: Callable[[str], int] = lambda policy: -1,
     ) -> None:
+        """`newest(policy)`: the newest version that was announced to this node."""
         self.loop = asyncio.get_running_loop()
         self._options, self._gateway, self._engines, self._pool = options, gateway, engines, pool
-        self._on_episode = on_episode
+        self._on_episode, self._newest = on_episode, newest
         self._plays: dict[str, _Play] = {}  # by episode_id
         self._waiting: dict[str, _Play] = {}  # the part of them that has not started
         self._freed = asyncio.Event()
@@ -101,12 +105,16 @@ class Runner:
         self.start_waiting()
 
     def start_waiting(self) -> None:
-        """Start what can start: call it when weights came into force or a worker is ready."""
+        """Start what can start: call it when weights came into force or a worker is ready, and now and then."""
         if not self._waiting or not self._pool.num_ready:
             return
         versions = {policy: engine.version for policy, engine in self._engines.items()}
+        fresh = all(version >= self._newest(policy) for policy, version in versions.items())
+        patient_since = time.monotonic() - self._options.patience_s
         for play in list(self._waiting.values()):
-            if all(versions.get(p, -1) >= v for p, v in play.lease.min_versions.items()):
+            if (fresh or play.received <= patient_since) and all(
+                versions.get(p, -1) >= v for p, v in play.lease.min_versions.items()
+            ):
                 self._start(play)
 
     def expire_waiting(self) -> None:
@@ -127,6 +135,11 @@ class Runner:
     def cancel_all(self) -> None:
         """Stop everything; nothing of it is committed."""
         self.cancel(list(self._plays))
+
+    @property
+    def patience_s(self) -> float:
+        """How long an episode waits for the newest weights."""
+        return self._options.patience_s
 
     @property
     def num_in_play(self) -> int:

@@ -81,7 +81,7 @@ class Service:
         await asyncio.to_thread(self.client.resume, "actor", resume)
 
     async def batch(self):
-        return await asyncio.to_thread(lambda: self.client.batch("actor", "t", self.version, wait_s=15))
+        return await asyncio.to_thread(lambda: self.client.batch("actor", "t", self.version, wait_s=60))
 
     async def train(self) -> tuple[BatchHeader, object]:
         header, table = await self.batch()
