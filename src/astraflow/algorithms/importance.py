@@ -21,5 +21,5 @@ def ratio_sums(log_ratio: torch.Tensor) -> dict[str, torch.Tensor]:
 
     approx_kl is E[(r - 1) - log r], unbiased and never negative (Schulman, "Approximating KL divergence", k3).
     """
-    ratio = log_ratio.exp()
-    return {"approx_kl": (ratio - 1 - log_ratio).sum(), "ratio": ratio.sum()}
+    # expm1: near 0, where most tokens are, r - 1 loses all its digits. The clamp takes away what rounding leaves.
+    return {"approx_kl": (log_ratio.expm1() - log_ratio).clamp(min=0).sum(), "ratio": log_ratio.exp().sum()}

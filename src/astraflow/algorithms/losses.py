@@ -107,9 +107,7 @@ class M2po:
 
     needs_batch = True
 
-    def __init__(
-        self, threshold: float = 0.04, max_log_ratio: float = 3.0, aggregation: Aggregation = "token"
-    ) -> None:
+    def __init__(self, threshold: float = 0.04, max_log_ratio: float = 3.0, aggregation: Aggregation = "token") -> None:
         _check("threshold", threshold, threshold > 0, "must be > 0", "use 0.04")
         _check("max_log_ratio", max_log_ratio, 0 < max_log_ratio <= 10, "must be in (0, 10]", "use 3.0")
         self.threshold, self.max_log_ratio = threshold, max_log_ratio
@@ -124,7 +122,7 @@ class M2po:
         outward = log_ratio * advantages.sign() > 0
         moments = torch.where(outward, log_ratio.square(), torch.inf).sort().values
         ranks = torch.arange(1, len(moments) + 1, device=moments.device)
-        # Means of the k smallest moments rise with k, so the kept ones are a prefix; inf marks tokens that do not count.
+        # The mean of the k smallest moments rises with k: the kept ones are a prefix. inf: the token does not count.
         kept = moments.double().cumsum(0) <= self.threshold * ranks
         largest = torch.where(kept, moments, 0.0).amax() if len(moments) else moments.new_zeros(())
         everything = (kept | moments.isinf()).all()
