@@ -107,8 +107,14 @@ def _our_row(settings: Settings, steps: Steps, start: float, cpu: dict[str, floa
         "dataflow_cpu_share": round(cpu.get("dataflow", 0.0) / total, 4) if total else None,
         "cpu_s": {role: round(seconds, 1) for role, seconds in cpu.items()},
         "cores_used": round(total / wall, 2), "trainer_idle": steps.mean("perf/idle_fraction"),
-        "node_idle": steps.mean("nodes/idle_fraction"), "staleness": steps.mean("staleness/mean"),
+        "node_idle": _node_idle(rows, wall), "staleness": steps.mean("staleness/mean"),
     }  # fmt: skip
+
+
+def _node_idle(rows: Sequence[dict[str, Any]], wall: float) -> float | None:
+    """From the engine's total busy time: heartbeats come too seldom for a mean over short steps."""
+    busy = [row["nodes/busy_s"] for row in rows if row.get("nodes/busy_s") is not None]
+    return round(1 - busy[-1] / wall, 4) if busy else None
 
 
 def write_problems(folder: Path) -> Path:
