@@ -64,7 +64,9 @@ class CpuWatch:
 
 
 def _role(process: psutil.Process) -> str:
-    """The service that a process is or belongs to; `launcher` for the rest."""
+    """The service that a process is or belongs to, `worker` for a node's workers, `launcher` for the rest."""
+    if "astraflow.rollout.worker" in process.cmdline()[1:3]:
+        return "worker"
     for ancestor in [process, *process.parents()]:
         for word in ancestor.cmdline()[2:4]:  # python -m astraflow <verb>
             if word in ROLES:
