@@ -97,7 +97,7 @@ class Environment(Protocol):
         """The opening messages."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """Run one tool; a wrong call returns a text that says so, it does not raise. None: the conversation ends here."""
+        """Run one tool; a wrong call gives a text that says so, it does not raise. None: the conversation ends here."""
 
     def score(self, messages: Sequence[Message]) -> Outcome:
         """The outcome of the finished conversation."""

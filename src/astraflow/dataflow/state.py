@@ -158,9 +158,10 @@ class Machine:
             state.failure = None
             for policy in state.policies.values():
                 policy.dropped_in_row = 0
-        if plan.evaluation is not None and state.next_round < 0 and not self.context.training_over:
+        if plan.evaluation is not None and not 0 <= state.next_round <= plan.steps:  # the run was made longer or shorter
             newest, every = min(p.latest for p in state.policies.values()), plan.evaluation.every
-            state.next_round = min((newest // every + 1) * every, plan.steps)  # the run was made longer
+            following = min((max(newest, 0) // every + 1) * every, plan.steps)
+            state.next_round = following if state.next_round > plan.steps or not self.context.training_over else -1
         self.live.restart(now)
 
     def _complete(self, group: OpenGroup) -> None:

@@ -133,3 +133,23 @@ def test_a_run_that_is_made_longer_has_its_further_rounds() -> None:
     finish_rounds(desk, version=5)
     assert desk.machine.finished
     assert [r["eval/version"] for r in desk.machine.state.results] == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("played", [1, 3])
+def test_a_run_that_is_made_shorter_still_ends_with_a_round(played: int) -> None:
+    desk = Desk(small_config(run__steps=9, evaluation={**SECTION, "every": 9}))
+    desk.start()
+    for version in range(played):
+        finish_rounds(desk, version=version)
+        desk.play(100, version)
+        desk.step(version)
+    desk.keep_snapshot()
+    desk.config = small_config(run__steps=2, evaluation={**SECTION, "every": 9})
+    desk.restart()
+    desk.resume(played)
+    for version in range(played, 2):
+        desk.play(100, version)
+        desk.step(version)
+    finish_rounds(desk, version=max(played, 2))
+    assert desk.machine.finished
+    assert [r["eval/version"] for r in desk.machine.state.results] == [0, 2]
