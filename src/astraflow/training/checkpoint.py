@@ -110,9 +110,9 @@ def save_model(target: Path, model: PreTrainedModel, source: Path) -> None:
         ) from error
 
 
-def latest_checkpoint(root: Path) -> Path | None:
-    """The newest whole checkpoint below `root`, or None."""
-    whole = _whole_checkpoints(root)
+def latest_checkpoint(root: Path, at_least: int = 0) -> Path | None:
+    """The newest whole checkpoint below `root` of version `at_least` or newer, or None."""
+    whole = [path for path in _whole_checkpoints(root) if _step_of(path) >= at_least]
     return whole[-1] if whole else None
 
 

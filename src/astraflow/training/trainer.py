@@ -40,6 +40,7 @@ import pyarrow as pa
 from astraflow.config.load import config_from_json
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import ConfigError, TrainingError, Unreachable, WireError
+from astraflow.training.checkpoint import latest_checkpoint
 from astraflow.training.learner import Learner
 from astraflow.training.step import StepInterrupted
 from astraflow.types import BatchHeader
@@ -79,7 +80,7 @@ def run_trainer(dataflow: str, policy: str, run_dir: Path, *, threads: int = 0, 
         if policy not in config.policies:
             known = ", ".join(config.policies)
             raise ConfigError(run.run, [f"policy={policy!r} is not in the run; use one of {known}"])
-        if run.finished:
+        if run.finished and latest_checkpoint(run_dir / "checkpoints" / policy, config.run.steps):
             log.info("run %s is over", run.run)
             return 0
         try:

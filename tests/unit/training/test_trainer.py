@@ -155,6 +155,26 @@ def test_a_killed_trainer_is_replaced_and_the_weights_are_those_of_an_uninterrup
     assert whole[0] == cut[0] and torch.equal(whole[1], cut[1])
 
 
+def test_a_trainer_killed_before_its_last_checkpoint_writes_it_when_it_comes_back(config, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    original = Learner.save
+
+    def save_or_die(self):
+        if self.version == 4:
+            raise Killed
+        return original(self)
+
+    with _dataflow(config, tmp_path) as url, _node(url):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(Learner, "save", save_or_die)
+            run_trainer(url, "actor", tmp_path)
+        assert DataflowClient(url).run().finished
+        assert run_trainer(url, "actor", tmp_path) == 0
+    assert _final(tmp_path)[0] == "step-000004"
+
+
 def test_an_older_trainer_ends_by_name(config, tmp_path, monkeypatch):
     original = Learner.train
 
