@@ -17,7 +17,7 @@ SMALL = (
     f"--run.steps={STEPS}", "--run.checkpoint_every=5", "--workflow.group_size=4",
     f"--policies.actor.batch.groups={GROUPS}", "--policies.actor.warm_start.steps=20",
     "--evaluation.num_tasks=8", "--evaluation.every=12", "--dataflow.heartbeat_s=0.5", "--dataflow.dead_after_s=2",
-    "--dataflow.batch_lease_s=4", "--dataflow.snapshot_every=50",
+    "--dataflow.batch_lease_s=4", "--rollout.nodes.0.delay_s=0.1",
 )  # fmt: skip
 
 

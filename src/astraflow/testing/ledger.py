@@ -1,7 +1,9 @@
 """The books of a run, read from its journal by somebody outside while processes of the run are killed.
 
-Every look replays the journal through the machine, read-only, and checks what must hold at any moment; batches are
-remembered over looks, so that a group that is trained twice is found even when the first batch is long forgotten.
+Every look takes the commands that came since the last one, puts them through a machine of its own, and checks after
+each what must hold at any moment. Batches are remembered, so that a group that is trained twice is found even when the
+first batch is long forgotten. Commands leave the journal only when its service starts, ends, or has logged
+`dataflow.snapshot_every` of them; looks must come more often than that.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,6 +26,18 @@ from astraflow.dataflow.state import Machine
 _decode = msgspec.json.Decoder(commands.Command).decode
 
 
+class _Snapshot(NamedTuple):
+    seq: int
+    now: float
+    state: bytes
+
+
+class _Read(NamedTuple):
+    config: str
+    snapshot: _Snapshot | None
+    log: list[tuple[int, float, bytes]]
+
+
 class Ledger:
     """What was ever seen in the journal of `run_dir`. `problems`: sentences about what is wrong."""
 
@@ -33,17 +48,34 @@ class Ledger:
         self._home: dict[tuple[str, str], int] = {}  # policy, group -> step that trains it
         self._rows: dict[tuple[str, int, int], int] = {}  # policy, put, row -> step: one row belongs to one episode
         self.num_looks = 0
+        self._machine: Machine | None = None
+        self._base: _Snapshot | None = None  # where `_machine` began
+        self._seq = 0  # newest command that it has
 
     def look(self) -> State | None:
-        """Read the journal as it is now; None: there is none yet."""
-        state = read_state(self._path)
-        if state is not None:
-            self.examine(state)
-        return state
+        """Take in the journal as it is now; None: there is nothing in it yet."""
+        read = _read(self._path)
+        if read is None:
+            return None
+        self.num_looks += 1
+        if self._machine is None or read.snapshot != self._base:
+            config = config_from_json(read.config)
+            state = read.snapshot.state if read.snapshot else None
+            self._machine = Machine(config, open_sources(config), state)
+            self._base, self._seq = read.snapshot, read.snapshot.seq if read.snapshot else 0
+            self.examine(self._machine.state)
+        for seq, now, command in read.log:
+            if seq > self._seq:
+                self._seq = seq
+                try:
+                    self._machine.apply(_decode(command), now)
+                except commands.Refusal:
+                    continue
+                self.examine(self._machine.state)
+        return self._machine.state
 
     def examine(self, state: State) -> None:
         """Check one state against what was seen before."""
-        self.num_looks += 1
         for name, policy in state.policies.items():
             self._check_account(name, state, policy)
             self._check_batches(name, policy)
@@ -97,25 +129,18 @@ class Ledger:
                             self.problems.append(f"{name}: row {entry.part.put}:{row} is in batches {other} and {step}")
 
 
-def read_state(journal: Path) -> State | None:
-    """The state that a recovery would find in `journal` now; None: no journal, or nothing in it."""
+def _read(journal: Path) -> _Read | None:
+    """What is in `journal` now; None: no journal, or nothing in it."""
     if not journal.exists():
         return None
     with contextlib.closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True, timeout=10.0)) as db:
         try:
             db.execute("BEGIN")
             meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
-            snapshot = db.execute("SELECT state FROM snapshot").fetchone()
-            log = db.execute("SELECT now, command FROM log ORDER BY seq").fetchall()
+            found = db.execute("SELECT seq, now, state FROM snapshot").fetchone()
+            log = db.execute("SELECT seq, now, command FROM log ORDER BY seq").fetchall()
         except sqlite3.OperationalError:  # it is being created, or its service is just starting again
             return None
     if "config" not in meta:
         return None
-    config = config_from_json(meta["config"])
-    machine = Machine(config, open_sources(config), snapshot[0] if snapshot else None)
-    for now, command in log:
-        try:
-            machine.apply(_decode(command), now)
-        except commands.Refusal:
-            continue
-    return machine.state
+    return _Read(meta["config"], _Snapshot(*found) if found else None, log)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from astraflow.config.load import check_run
+from astraflow.dataflow.machine import commands
 from astraflow.dataflow.machine.records import Batch, Entry, Part, PolicyState, QueuedGroup, State
-from astraflow.testing.ledger import Ledger, read_state
+from astraflow.dataflow.shell import Shell
+from astraflow.testing.ledger import Ledger
+from astraflow.wire.messages import Join
 
 
 def _group(name: str, row: int) -> QueuedGroup:
@@ -45,5 +50,26 @@ def test_work_that_is_repeated_changed_or_lost_is_found(tmp_path: Path, later: S
     assert any(words in problem for problem in ledger.problems), ledger.problems
 
 
-def test_no_journal_is_no_state(tmp_path: Path) -> None:
-    assert read_state(tmp_path / "journal.sqlite") is None
+def test_it_follows_a_journal_over_a_restart_of_its_service(tmp_path: Path) -> None:
+    config = check_run(
+        {
+            "run": {"name": "a", "steps": 3},
+            "sources": {"train": {"type": "calculator"}},
+            "workflow": {"type": "single_turn", "reward": "exact", "group_size": 2},
+            "policies": {"actor": {"model": "tiny-char", "batch": {"groups": 1}}},
+        },
+        "test",
+    )
+    ledger = Ledger(tmp_path)
+    assert ledger.look() is None
+    for attempt in (1, 2):
+        shell = Shell(config, tmp_path)
+        joins = [commands.JoinNode(Join(node_id=f"{n}-{attempt}", name="n", capacity=1, run_id="r")) for n in "ab"]
+        shell.journal.append([(shell.now(), msgspec.json.encode(join)) for join in joins])
+        state = ledger.look()
+        assert state is not None
+        assert {f"a-{attempt}", f"b-{attempt}"} <= set(state.nodes)
+        shell.crash = RuntimeError("as after kill -9: no snapshot at the end")
+        shell.close()
+    assert ledger.num_looks == 2
+    assert ledger.problems == []
