@@ -11,6 +11,7 @@ import typer
 
 from astraflow import __version__
 from astraflow.cli import look, play, recipes, run, services
+from astraflow.config.env import let_threads_sleep
 from astraflow.errors import AstraFlowError
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    let_threads_sleep()
     try:
         app([word for word in words if word != "--debug"], prog_name="astraflow")
     except AstraFlowError as error:

@@ -36,6 +36,15 @@ def shared_memory_allowed() -> bool:
     return os.environ.get("ASTRAFLOW_SHARED_MEMORY") != "0"
 
 
+def let_threads_sleep() -> None:
+    """Intra-op threads of torch wait by sleeping, not by spinning, unless the user says otherwise (OMP_WAIT_POLICY).
+
+    Spinning threads of two processes on one core stall each other by two orders of magnitude (docs/performance.md).
+    OpenMP reads this when torch is loaded: call it before.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def child_environment(token: str | None, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a child process: ours, the token if any, one thread for libraries that read it at import."""
     env = dict(os.environ)

@@ -30,6 +30,7 @@ from astraflow.dataflow.machine.records import PolicyState
 from astraflow.dataflow.shell import Shell
 from astraflow.dataflow.storage.rows import batch_table, episode_commits, row_facts
 from astraflow.dataflow.views.status import prometheus_text, status
+from astraflow.observe.memory import settle_memory
 from astraflow.observe.metrics import CONTENT_TYPE
 from astraflow.types import BatchHeader
 from astraflow.wire import messages as m
@@ -305,7 +306,9 @@ def run_service(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await serve_dataflow(create_dataflow_app(config, run_dir, token), host, port, on_ready, stop)
+        app = create_dataflow_app(config, run_dir, token)
+        settle_memory()
+        await serve_dataflow(app, host, port, on_ready, stop)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

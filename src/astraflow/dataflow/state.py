@@ -158,7 +158,9 @@ class Machine:
             state.failure = None
             for policy in state.policies.values():
                 policy.dropped_in_row = 0
-        if plan.evaluation is not None and not 0 <= state.next_round <= plan.steps:  # the run was made longer or shorter
+        if (
+            plan.evaluation is not None and not 0 <= state.next_round <= plan.steps
+        ):  # the run was made longer or shorter
             newest, every = min(p.latest for p in state.policies.values()), plan.evaluation.every
             following = min((max(newest, 0) // every + 1) * every, plan.steps)
             state.next_round = following if state.next_round > plan.steps or not self.context.training_over else -1

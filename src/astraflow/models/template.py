@@ -49,12 +49,23 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a short way to `message.role`: for a dict and a name that no dict method has, `getattr` of the
+    sandbox raises and catches an AttributeError first and then gives the same item."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_NAMES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
+_DICT_NAMES = frozenset(dir(dict))
+
+
 @lru_cache(maxsize=64)
 def compile_template(source: str) -> jinja2.Template:
     """Raises: jinja2.TemplateSyntaxError: the template is not valid."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -38,6 +38,7 @@ from astraflow.config.schema import RunConfig
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import Unreachable, WireError
 from astraflow.observe.logs import setup_logging
+from astraflow.observe.memory import settle_memory
 from astraflow.rollout.commit import Committer, Reach
 from astraflow.rollout.gateway.app import create_app
 from astraflow.rollout.gateway.core import Gateway
@@ -151,6 +152,7 @@ class _Node:
         self.tasks.spawn("commit loop", self._committer.run())
         self.tasks.spawn("deadline loop", self._deadlines(runner))
         leases = self.tasks.spawn("lease loop", self._leases(runner))
+        settle_memory()
         log.info("playing up to %d episodes at once", self._options.concurrency)
         await self._leaving.wait()
         leases.cancel()

@@ -40,6 +40,7 @@ import pyarrow as pa
 from astraflow.config.load import config_from_json
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import ConfigError, TrainingError, Unreachable, WireError
+from astraflow.observe.memory import settle_memory
 from astraflow.training.checkpoint import latest_checkpoint
 from astraflow.training.learner import Learner
 from astraflow.training.step import StepInterrupted
@@ -93,6 +94,7 @@ def run_trainer(dataflow: str, policy: str, run_dir: Path, *, threads: int = 0, 
         urls = (learner.store.url, _outward(server.policy_url(policy), dataflow))
         trainer = Trainer(connect, learner, server, stop)
         trainer.resume(run.run_id, urls)
+        settle_memory()
         with trainer.heartbeats():
             trainer.loop()
             trainer.serve_until_finished()

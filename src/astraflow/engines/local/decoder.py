@@ -33,6 +33,7 @@ class Decoder:
         self.version = -1
         self.prefill_tokens = 0  # computed: neither padding nor what the shelf held
         self.sampled_tokens = 0
+        self.decode_steps = 0
         self._model = model
         self._max_context = max_context
         config = model.config.get_text_config()
@@ -69,6 +70,7 @@ class Decoder:
         ids, logprobs = sample(logits, rows.records, uniform)
         stopped, full = rows.append(ids, logprobs, self.version)
         self.sampled_tokens += len(rows)
+        self.decode_steps += 1
         return self._end(stopped | full, lambda row: "stop" if stopped[row] else "length")
 
     def drop_cancelled(self) -> list[Finished]:

@@ -44,7 +44,8 @@ class LocalEngine:
     Args: model_dir: a Hugging Face directory; max_concurrency: rows decoded at once, more requests wait; max_context: 0
     is the model's own limit; threads: intra-op threads, of the whole process; seed: of requests that bring none;
     delay_s: every request waits this long before it starts; prefix_cache_mb: memory for keys and values of prompts and
-    finished turns that may come back, 0 keeps none.
+    finished turns that may come back, 0 keeps none; gather_ms: while requests come in one after the other (less than a
+    millisecond apart), the next decode step waits for them at most this long.
     Raises: ModelError: the directory holds no model that this engine can run. EngineError: a setting out of its range.
     """
 
@@ -59,12 +60,14 @@ class LocalEngine:
         seed: int = 0,
         delay_s: float = 0.0,
         prefix_cache_mb: int = 256,
+        gather_ms: float = 20.0,
     ) -> None:
         require("engine.max_concurrency", max_concurrency, max_concurrency >= 1, "must be >= 1", "use 64")
         require("engine.max_context", max_context, max_context == 0 or max_context >= 2, "must be >= 2", "use 0")
         require("engine.threads", threads, threads >= 1, "must be >= 1", "use 1")
         require("engine.delay_s", delay_s, 0 <= delay_s < math.inf, "must be >= 0", "use 0 for none")
         require("engine.prefix_cache_mb", prefix_cache_mb, prefix_cache_mb >= 0, "must be >= 0", "use 0 for none")
+        require("engine.gather_ms", gather_ms, 0 <= gather_ms < math.inf, "must be >= 0", "use 0 for none")
         torch.set_num_threads(threads)
         model = load_model(model_dir, dtype, "sdpa").requires_grad_(False)
         self._max_context = _context_limit(model.config, max_context)
@@ -75,7 +78,7 @@ class LocalEngine:
         self._max_concurrency, self._seed, self._delay_s = max_concurrency, seed, delay_s
         self._serial = itertools.count()
         self._counts = {"busy_s": 0.0, "requests": 0.0, "swaps": 0.0}
-        self._inbox = Inbox()
+        self._inbox = Inbox(gather_ms / 1000.0)
         self._thread = threading.Thread(target=self._run, name="astraflow-engine", daemon=True)
         self._thread.start()
 
@@ -123,6 +126,7 @@ class LocalEngine:
         return {
             **self._counts,
             "sampled_tokens": float(self._decoder.sampled_tokens),
+            "decode_steps": float(self._decoder.decode_steps),
             "prefill_tokens": float(self._decoder.prefill_tokens),
             "running": float(len(self._decoder)),
             "waiting": float(len(self._inbox)),

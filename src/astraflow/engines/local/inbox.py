@@ -18,6 +18,9 @@ from astraflow.engines.local.rows import Request
 from astraflow.errors import AstraFlowError, EngineError
 from astraflow.types import Generation
 
+_QUIET_S = 0.001
+_BURST = 64  # requests after which a gathering thread looks again
+
 
 @dataclass(slots=True, eq=False)
 class Swap:
@@ -41,7 +44,8 @@ class Work:
 class Inbox:
     """Thread-safe. After `fail`, everything that comes in fails at once with the same error."""
 
-    def __init__(self) -> None:
+    def __init__(self, gather_s: float = 0.0) -> None:
+        self._gather_s = gather_s
         self._wake = threading.Condition()
         self._pending: dict[str, Request] = {}  # waiting and running
         self._waiting: deque[Request] = deque()
@@ -84,10 +88,12 @@ class Inbox:
                 self._wake.notify()
 
     def take(self, room: int, busy: bool) -> Work | None:
-        """What to do now, admitting at most `room`. Waits only when not `busy`. None: the engine has ended."""
+        """What to do now, admitting at most `room`. Waits for something to do when not `busy`, and for a burst of
+        requests to pass. None: the engine has ended."""
         with self._wake:
             while not (busy or self._error or self._swaps or self._cancels or self._is_ready()):
                 self._wake.wait(self._waiting[0].ready_s - time.monotonic() if self._waiting else None)
+            self._gather(room)
             if self._error is not None:
                 return None
             dropped: list[Request] = []
@@ -133,6 +139,15 @@ class Inbox:
             self._wake.notify()
         for future in futures:
             future.set_exception(error)
+
+    def _gather(self, room: int) -> None:
+        """While requests come in one after the other, let them: they start together, and the thread that brings them
+        is not slowed by this one. Ends after `gather_s`, or when none came for `_QUIET_S`."""
+        deadline = time.monotonic() + self._gather_s
+        known = -1 if self._waiting else 0
+        while self._error is None and known < len(self._waiting) < room and time.monotonic() < deadline:
+            known = len(self._waiting)
+            self._wake.wait_for(lambda: len(self._waiting) > known + _BURST, _QUIET_S)  # noqa: B023
 
     def _is_ready(self) -> bool:
         return bool(self._waiting) and (not self._waiting[0].ready_s or self._waiting[0].ready_s <= time.monotonic())

@@ -85,10 +85,10 @@ class Contexts:
         keys, plain = read_messages(messages)
         node, known = self._walk(keys)
         try:
+            text = self._endpoint.render(tuple(keys), plain, tools)
             if not known:
-                text, ids = self._endpoint.fresh_prompt(tuple(keys), plain, tools)
+                ids = self._endpoint.encode(text)
                 return Prompt(ids, text, node, False, len(ids))
-            text = self._chat.render(plain, tools, add_generation_prompt=True)
             for count, context in reversed(known):
                 deepest = context is known[-1][1]
                 if text.startswith(context.text):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -12,7 +12,9 @@ from astraflow.rollout.gateway.tools import ToolParser
 from astraflow.types import Message
 
 Tools = list[dict[str, Any]] | None
-_KEPT_PROMPTS = 64
+K = TypeVar("K")
+V = TypeVar("V")
+_KEPT_TEXTS, _KEPT_CHARS = 2048, 4096  # at most, and the longest that is kept: bounds the memory
 
 
 class Chat(Protocol):
@@ -42,22 +44,31 @@ class PolicyEndpoint:
         self.engine, self.chat, self.tool_parser = engine, chat, tool_parser
         self.max_context = engine.max_context if max_context is None else min(max_context, engine.max_context)
         self.eos_texts = {int(i): chat.decode([int(i)], skip_special_tokens=False) for i in chat.eos_ids}
-        self._fresh: dict[Hashable, tuple[Tools, str, np.ndarray]] = {}
+        self._texts: dict[Hashable, tuple[Tools, str]] = {}
+        self._ids: dict[str, np.ndarray] = {}
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids as int32."""
-        return np.asarray(self.chat.encode(text), dtype=np.int32)
+        """Ids of `text` as int32, not to be written to. Short texts are kept: siblings of a task ask for the same."""
+        ids = self._ids.get(text)
+        if ids is None:
+            ids = np.asarray(self.chat.encode(text), dtype=np.int32)
+            ids.setflags(write=False)
+            if len(text) <= _KEPT_CHARS:
+                _keep(self._ids, text, ids)
+        return ids
 
-    def fresh_prompt(self, key: Hashable, messages: Sequence[Message], tools: Tools) -> tuple[str, np.ndarray]:
-        """Text and ids of a conversation that continues nothing. The siblings of a task all ask for the same one,
-        so the last ones are kept. `key`: equal for equal messages."""
-        found = self._fresh.get(key)
+    def render(self, key: Hashable, messages: Sequence[Message], tools: Tools) -> str:
+        """The text of a request. `key`: equal for equal messages; short texts are kept, as siblings say the same."""
+        found = self._texts.get(key)
         if found is not None and found[0] == tools:
-            return found[1], found[2]
+            return found[1]
         text = self.chat.render(messages, tools, add_generation_prompt=True)
-        ids = self.encode(text)
-        ids.setflags(write=False)
-        if len(self._fresh) >= _KEPT_PROMPTS:
-            del self._fresh[next(iter(self._fresh))]
-        self._fresh[key] = (tools, text, ids)
-        return text, ids
+        if len(text) <= _KEPT_CHARS:
+            _keep(self._texts, key, (tools, text))
+        return text
+
+
+def _keep(cache: dict[K, V], key: K, value: V) -> None:
+    if len(cache) >= _KEPT_TEXTS:
+        del cache[next(iter(cache))]
+    cache[key] = value

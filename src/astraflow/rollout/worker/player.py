@@ -11,6 +11,7 @@ import threading
 from typing import Any, NamedTuple
 
 from astraflow.errors import AstraFlowError, EpisodeError
+from astraflow.observe.memory import settle_memory
 from astraflow.rollout.loop import start_in_thread
 from astraflow.rollout.worker.channel import (
     Answer,
@@ -81,6 +82,7 @@ class Worker:
             log.exception("workflow %s could not be built", hello.workflow)
             problem = f"workflow.type={hello.workflow!r} could not be built ({type(error).__name__}: {error})"
         self._hello = hello
+        settle_memory()
         self.channel.send(Ready(problem))
         self._pulse(hello.pulse_s)
 
