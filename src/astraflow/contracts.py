@@ -106,7 +106,8 @@ class Environment(Protocol):
 class RewardFunction(Protocol):
     """Grade one completion; None is "unscored", never 0."""
 
-    def __call__(self, completion: str, task: Task) -> float | None: ...
+    def __call__(self, completion: str, task: Task) -> float | Outcome | None:
+        """An Outcome when "success" is something else than a reward of 1, as with shaped rewards."""
 
 
 class WeightStore(Protocol):

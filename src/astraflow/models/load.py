@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from astraflow.errors import ModelError
+from astraflow.models.linear import speed_up_linears
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,6 +34,7 @@ def load_model(directory: Path | str, dtype: str = "float32", attention: str = "
             "give a Hugging Face directory of a causal language model with config.json and *.safetensors",
         ) from error  # fmt: skip
     model.eval()  # type: ignore[no-untyped-call]
+    speed_up_linears(model)
     return model
 
 

@@ -1,11 +1,14 @@
-"""Graders of numeric answers, shaped so that a small model finds a slope to climb from its first replies."""
+"""Graders of numeric answers, shaped so that a small model finds a slope to climb from its first replies.
+
+Both say `success` (the number is right) beside the reward.
+"""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
 
-from astraflow.types import Task
+from astraflow.types import Outcome, Task
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?!\d)", re.ASCII)
 _FORMATS = (
@@ -49,19 +52,23 @@ class ShapedNumber:
     def __init__(self, *, field: str = "answer") -> None:
         self._field = field
 
-    def __call__(self, completion: str, task: Task) -> float | None:
+    def __call__(self, completion: str, task: Task) -> Outcome | None:
         answer = _answer_of(task, self._field)
         if answer is None:
             return None
         reply = completion.strip()
         guess = parse_number(reply)
         if guess is None:
-            return 0.0
+            return _outcome(0.0, right=False)
         wanted = str(answer)
         brevity = min(1.0, len(wanted) / max(1, len(reply)))
         if guess == answer:
-            return 0.5 + 0.5 * brevity
-        return 0.05 + 0.15 * brevity * _digit_overlap(str(guess), wanted)
+            return _outcome(0.5 + 0.5 * brevity, right=True)
+        return _outcome(0.05 + 0.15 * brevity * _digit_overlap(str(guess), wanted), right=False)
+
+
+def _outcome(reward: float, *, right: bool) -> Outcome:
+    return Outcome(reward=reward, metrics={"success": float(right)})
 
 
 def _digit_overlap(got: str, wanted: str) -> float:
@@ -82,17 +89,17 @@ class ShapedGsm8k:
     def __init__(self, *, field: str = "answer") -> None:
         self._field = field
 
-    def __call__(self, completion: str, task: Task) -> float | None:
+    def __call__(self, completion: str, task: Task) -> Outcome | None:
         answer = _answer_of(task, self._field)
         if answer is None:
             return None
         guess, in_format = final_number(completion)
         if guess is None:
-            return 0.0
+            return _outcome(0.0, right=False)
         if guess == answer:
-            return 1.0
+            return _outcome(1.0, right=True)
         closeness = max(0.0, 1.0 - float(abs(guess - answer) / max(abs(answer), Decimal(1))))
-        return 0.1 + 0.1 * closeness if in_format else 0.02 + 0.05 * closeness
+        return _outcome(0.1 + 0.1 * closeness if in_format else 0.02 + 0.05 * closeness, right=False)
 
 
 def final_number(completion: str) -> tuple[Decimal | None, bool]:

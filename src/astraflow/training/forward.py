@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from astraflow.errors import ModelError
+from astraflow.models.linear import ROWS, prefers_onednn, product, weight_gradient
 from astraflow.training.attention import IMPLEMENTATION, pack_layout
 from astraflow.training.packing import Pack
 
@@ -50,11 +52,12 @@ class PackedPolicy(nn.Module):
         device = model.device
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else model.dtype
+        token_ids, position_ids, cu_lengths = _filled(pack)
         hidden = model.base_model(
-            input_ids=torch.from_numpy(pack.token_ids).to(device)[None],
-            position_ids=torch.from_numpy(pack.position_ids).to(device)[None],
+            input_ids=torch.from_numpy(token_ids).to(device)[None],
+            position_ids=torch.from_numpy(position_ids).to(device)[None],
             use_cache=False,
-            pack_layout=pack_layout(pack.cu_lengths, device, dtype),
+            pack_layout=pack_layout(cu_lengths, device, dtype),
         ).last_hidden_state[0]
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         picked = hidden.index_select(0, torch.from_numpy(pack.target_index).to(device)).to(dtype)
@@ -112,17 +115,27 @@ class HeadLogprobs(torch.autograd.Function):
         slope.scatter_add_(1, targets[:, None], upstream[:, None])
         slope = slope.to(hidden.dtype)
         return (
-            slope @ weight.to(hidden.dtype) if ctx.needs_input_grad[0] else None,
-            (slope.T @ hidden).to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            product(slope, weight.to(hidden.dtype).T) if ctx.needs_input_grad[0] else None,
+            weight_gradient(slope, hidden).to(weight.dtype) if ctx.needs_input_grad[1] else None,
             slope.sum(0).to(weight.dtype) if bias is not None else None,
             None,
             None,
         )
 
 
+def _filled(pack: Pack) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """token_ids, position_ids, cu_lengths; where the CPU's kernels are compiled for a number of rows, with sequences of
+    one token (id 0) at the end that fill it up. Nothing reads what comes out of them, so they have no gradient."""
+    extra = -pack.num_tokens % ROWS if prefers_onednn() else 0
+    more = pack.cu_lengths[-1] + np.arange(1, extra + 1, dtype=pack.cu_lengths.dtype)
+    cu_lengths = np.concatenate((pack.cu_lengths, more))
+    return np.pad(pack.token_ids, (0, extra)), np.pad(pack.position_ids, (0, extra)), cu_lengths
+
+
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
     """[N, V] float32, divided by the temperature."""
     with torch.autocast(hidden.device.type, enabled=False):  # the caller chose the dtype; backward must find the same
-        logits = nn.functional.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
-    logits = logits.float()
+        logits = product(hidden, weight.to(hidden.dtype)).float()
+        if bias is not None:
+            logits += bias
     return logits if temperature == 1.0 else logits / temperature

@@ -8,7 +8,7 @@ from typing import Any
 
 from astraflow.contracts import LLM
 from astraflow.errors import EpisodeError, Problem
-from astraflow.types import Task
+from astraflow.types import Outcome, Task
 from astraflow.workflows.load import choose_policy, reward_function
 
 
@@ -29,7 +29,7 @@ class SingleTurn:
         self._opening = [{"role": "system", "content": system}] if system else []
         self.fields = _fields(prompt)
 
-    async def __call__(self, task: Task, llm: Mapping[str, LLM]) -> float | None:
+    async def __call__(self, task: Task, llm: Mapping[str, LLM]) -> float | Outcome | None:
         try:
             question = self._prompt.format_map(task.fields)
         except (KeyError, IndexError, AttributeError) as error:
