@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from astraflow.rewards.exact import Exact
 from astraflow.rewards.numbers import ShapedGsm8k, ShapedNumber, final_number, parse_number
-from astraflow.types import Task
+from astraflow.types import Outcome, Task
 
 
 def task(answer):
@@ -50,7 +50,7 @@ def test_the_final_number_of_a_worked_solution_is_found(text, number, in_format)
 def test_gsm8k_rewards_rise_towards_the_right_answer():
     grade = ShapedGsm8k()
     replies = ["no idea", "maybe 9000", "maybe 70", "#### 9000", "#### 70", "#### 72"]
-    scores = [grade(reply, task("72")) for reply in replies]
+    scores = [grade(reply, task("72")).reward for reply in replies]
     assert scores == sorted(scores)
     assert len(set(scores)) == len(scores)
     assert scores[0] == 0.0 and scores[-1] == 1.0
@@ -59,13 +59,15 @@ def test_gsm8k_rewards_rise_towards_the_right_answer():
 
 @pytest.mark.parametrize("form", ["72", "It is 72.", "$72.00", "72 dollars", "**72**", "The answer is 72"])
 def test_any_form_of_the_right_number_is_right(form):
-    assert ShapedGsm8k()(form, task("72")) == 1.0
+    assert ShapedGsm8k()(form, task("72")) == Outcome(reward=1.0, metrics={"success": 1.0})
 
 
 def test_sum_rewards_rise_towards_the_bare_right_number():
     grade = ShapedNumber()
     replies = ["hello", "It may well be 9 in the end", "99", "92", "The sum of 7 and 5 is 12.", "7+5=12", "12"]
-    scores = [grade(reply, task("12")) for reply in replies]
+    outcomes = [grade(reply, task("12")) for reply in replies]
+    assert [o.metrics["success"] for o in outcomes] == [0, 0, 0, 0, 1, 1, 1]
+    scores = [o.reward for o in outcomes]
     assert scores == sorted(scores)
     assert scores[0] == 0.0 and scores[-1] == 1.0 and scores[-2] < 1.0
 
@@ -73,8 +75,8 @@ def test_sum_rewards_rise_towards_the_bare_right_number():
 @given(st.text(max_size=300), st.integers(-999, 999))
 def test_shaped_rewards_stay_between_zero_and_one(text, answer):
     for grade in (ShapedNumber(), ShapedGsm8k()):
-        score = grade(text, task(str(answer)))
-        assert score is not None and 0.0 <= score <= 1.0
+        outcome = grade(text, task(str(answer)))
+        assert outcome is not None and 0.0 <= outcome.reward <= 1.0
 
 
 @pytest.mark.parametrize(
