@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup quickstart two-nodes smollm2 test lint format types faults bench-loop bench-gateway bench-peers bench-check two-hosts clean
+.PHONY: help setup quickstart two-nodes smollm2 test lint format types faults bench-loop bench-quickstart bench-gateway bench-peers bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -81,6 +81,9 @@ faults: $(VENV)/.dev  ## kill, delay, cut and corrupt: the accounting law must h
 
 bench-loop: $(VENV)/.dev  ## speed of the whole loop against a plain single-process loop
 	@$(BIN)/python -m benchmarks.bench_loop $(ARGS)
+
+bench-quickstart: $(VENV)/.dev  ## does the quickstart learn from every seed, and as well when it is synchronous
+	@$(BIN)/python -m benchmarks.bench_quickstart $(ARGS)
 
 bench-gateway: $(VENV)/.dev  ## cost of one call through the gateway, in microseconds
 	@$(BIN)/python -m benchmarks.bench_gateway $(ARGS)
