@@ -238,7 +238,7 @@ class Shell:
                 case c.DropSegment():
                     self.segments.drop(instruction.segment)
                 case c.MetricsRow():
-                    self.metrics.append(instruction, self._rates.read(self.machine.live, instruction.time_s))
+                    self.metrics.append(instruction, self._rates.read(self.machine.live))
 
     def _tell(self, event: c.Event) -> None:
         if event.kind not in _QUIET:

@@ -17,7 +17,7 @@ class NodeStats:
     """Flat names; monotonic counters unless said otherwise.
 
     sampled_tokens, prefill_tokens, requests, swaps: summed over the engines; busy_s: their mean, so that idle time is
-    1 - its growth per second. running, waiting: gauges, requests in the engines. episodes_in_play, episodes_waiting,
+    1 - its growth per second of uptime_s. running, waiting: gauges, requests in the engines. episodes_in_play, episodes_waiting,
     commit_backlog: gauges. episodes_done, episodes_failed/<kind>, calls, loop_cpu_s (CPU of the event loop's thread:
     gateway, runner and channels, all calls together), workers_restarted, weight_failures, unreachable,
     commits/<result>, gateway/<counter>.
@@ -28,6 +28,7 @@ class NodeStats:
         self._engines: Mapping[str, Engine] = {}
         self._parts: tuple[Gateway, Runner, WorkerPool, Mapping[str, Weights]] | None = None
         self._cpu_at_start = time.thread_time()
+        self._since = time.monotonic()
 
     def watch(
         self,
@@ -61,6 +62,7 @@ class NodeStats:
             stats[name] = float(count)
         stats.update({f"commits/{result}": float(n) for result, n in self._committer.results.items()})
         stats.update(
+            uptime_s=time.monotonic() - self._since,
             episodes_in_play=float(runner.num_in_play),
             episodes_waiting=float(runner.num_waiting),
             commit_backlog=float(self._committer.backlog),

@@ -31,14 +31,20 @@ def test_rates_of_the_pool_come_from_what_nodes_report() -> None:
     desk.start("a", "b")
     live, rates = desk.machine.live, PoolRates()
     for node_id in ("a", "b"):
-        live.hear_node(node_id, 0.0).stats = {"busy_s": 10.0, "sampled_tokens": 100.0, "running": 2.0}
-    rates.read(live, 10.0)
-    live.nodes["a"].stats = {"busy_s": 15.0, "sampled_tokens": 300.0, "running": 1.0}
-    live.nodes["b"].stats = {"busy_s": 11.0, "sampled_tokens": 50.0, "running": 0.0}  # started again
-    metrics = rates.read(live, 20.0)
-    assert metrics["nodes/count"] == 2 and metrics["nodes/running"] == 1
-    assert metrics["nodes/tokens_per_s"] == pytest.approx(20.0)
-    assert metrics["nodes/idle_fraction"] == pytest.approx(1 - 6 / 20)
+        live.hear_node(node_id, 0.0).stats = {
+            "uptime_s": 5.0, "busy_s": 10.0, "sampled_tokens": 100.0, "running": 2.0
+        }  # fmt: skip
+    first = rates.read(live)
+    assert first["nodes/count"] == 2 and first["nodes/running"] == 4
+    assert "nodes/idle_fraction" not in first, "one report says nothing about a rate"
+    live.nodes["a"].stats = {"uptime_s": 15.0, "busy_s": 15.0, "sampled_tokens": 300.0, "running": 1.0}
+    live.nodes["b"].stats = {"uptime_s": 7.0, "busy_s": 11.0, "sampled_tokens": 110.0, "running": 0.0}
+    for _ in range(2):  # however often it is read between two reports
+        metrics = rates.read(live)
+        assert metrics["nodes/tokens_per_s"] == pytest.approx(20.0 + 5.0)
+        assert metrics["nodes/idle_fraction"] == pytest.approx(1 - (0.5 + 0.5) / 2)
+    live.nodes["a"].stats = {"uptime_s": 1.0, "busy_s": 0.0, "sampled_tokens": 0.0, "running": 0.0}
+    assert rates.read(live)["nodes/tokens_per_s"] == pytest.approx(5.0), "a clock that starts again gives no rate"
 
 
 def test_status_names_what_a_person_asks_for() -> None:

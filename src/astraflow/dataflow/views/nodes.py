@@ -4,34 +4,43 @@ from __future__ import annotations
 
 from astraflow.dataflow.machine.liveness import Liveness
 
+Stats = dict[str, float]
+UPTIME = "uptime_s"  # a node's own clock: rates are over it, so they do not depend on when they are read
+
 
 class PoolRates:
-    """Rates between two readings; counters of a node that is new or started again count from its first reading."""
+    """Rates over the time between the last two reports of each node; between two reports they stay as they are."""
 
     def __init__(self) -> None:
-        self._at = 0.0
-        self._before: dict[str, dict[str, float]] = {}
+        self._spans: dict[str, tuple[Stats, Stats]] = {}  # node -> the last two reports that differ in time
 
-    def read(self, live: Liveness, now: float) -> dict[str, float]:
-        """`nodes/...` metrics since the last reading: tokens per second, idle fraction, and every stat summed."""
+    def read(self, live: Liveness) -> dict[str, float]:
+        """`nodes/...` metrics: tokens per second and idle fraction of the pool, and every other stat summed."""
         current = {node_id: dict(seen.stats) for node_id, seen in live.nodes.items()}
-        elapsed = max(now - self._at, 1e-9)
         metrics = {"nodes/count": float(len(current))}
         for stats in current.values():
             for name, value in stats.items():
-                metrics[f"nodes/{name}"] = metrics.get(f"nodes/{name}", 0.0) + value
-        if any("sampled_tokens" in s for s in current.values()):
-            metrics["nodes/tokens_per_s"] = self._growth(current, "sampled_tokens") / elapsed
-        busy = [n for n, s in current.items() if "busy_s" in s and n in self._before]
-        if busy:
-            share = self._growth({n: current[n] for n in busy}, "busy_s") / (elapsed * len(busy))
-            metrics["nodes/idle_fraction"] = min(1.0, max(0.0, 1.0 - share))
-        self._at, self._before = now, current
+                if name != UPTIME:
+                    metrics[f"nodes/{name}"] = metrics.get(f"nodes/{name}", 0.0) + value
+        spans = {node_id: self._span(node_id, stats) for node_id, stats in current.items()}
+        self._spans = spans
+        tokens = [_rate(span, "sampled_tokens") for span in spans.values()]
+        if known := [rate for rate in tokens if rate is not None]:
+            metrics["nodes/tokens_per_s"] = sum(known)
+        busy = [_rate(span, "busy_s") for span in spans.values()]
+        if shares := [min(1.0, rate) for rate in busy if rate is not None]:
+            metrics["nodes/idle_fraction"] = 1.0 - sum(shares) / len(shares)
         return metrics
 
-    def _growth(self, current: dict[str, dict[str, float]], name: str) -> float:
-        return sum(
-            max(0.0, stats.get(name, 0.0) - self._before[node_id].get(name, 0.0))
-            for node_id, stats in current.items()
-            if node_id in self._before
-        )
+    def _span(self, node_id: str, stats: Stats) -> tuple[Stats, Stats]:
+        before, last = self._spans.get(node_id, (stats, stats))
+        return (before, last) if stats.get(UPTIME) == last.get(UPTIME) else (last, stats)
+
+
+def _rate(span: tuple[Stats, Stats], name: str) -> float | None:
+    """Growth per second; None before a second report, or when the node does not say."""
+    before, last = span
+    elapsed = last.get(UPTIME, 0.0) - before.get(UPTIME, 0.0)
+    if elapsed <= 0.0 or name not in last:
+        return None
+    return max(0.0, last[name] - before.get(name, 0.0)) / elapsed
