@@ -16,10 +16,10 @@ from astraflow.rollout.runner import Runner
 class NodeStats:
     """Flat names; monotonic counters unless said otherwise.
 
-    sampled_tokens, prefill_tokens, requests, swaps: summed over the engines; busy_s: their mean, so that idle time is
-    1 - its growth per second of uptime_s. running, waiting: gauges, requests in the engines. episodes_in_play, episodes_waiting,
-    commit_backlog: gauges. episodes_done, episodes_failed/<kind>, calls, loop_cpu_s (CPU of the event loop's thread:
-    gateway, runner and channels, all calls together), workers_restarted, weight_failures, unreachable,
+    sampled_tokens, prefill_tokens, requests, swaps, ...: summed over the engines; busy_s: their mean, so that idle time
+    is 1 - its growth per second of uptime_s. running, waiting: gauges, requests in the engines. episodes_in_play,
+    episodes_waiting, commit_backlog: gauges. episodes_done, episodes_failed/<kind>, calls, loop_cpu_s (CPU of the event
+    loop's thread: gateway, runner and channels, all calls together), workers_restarted, weight_failures, unreachable,
     commits/<result>, gateway/<counter>.
     """
 
