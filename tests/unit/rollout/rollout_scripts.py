@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 
+from astraflow.errors import EpisodeError
 from astraflow.types import Outcome
 
 SYMBOLS = ("<pad>", "<bos>", "<eos>", *"0123456789abcdefghijklmnopqrstuvwxyz+-*=()[]<>:?. \nUDLRGSX#")
@@ -61,6 +62,13 @@ async def play_by_kind(task, llm):
         return None
     if kind == "silent":
         return 1.0
+    if kind == "odd_numbers":
+        await llm["actor"].chat([{"role": "user", "content": "1+1?"}])
+        return Outcome(reward=np.float32(0.5), rewards_per_call={"actor": (np.float64(1),)}, metrics={"big": 10**30})
+    if kind == "odd_text":
+        raise ValueError("half a pair: \udcff")
+    if kind == "odd_error":
+        raise EpisodeError("judge: half a pair: \udcff")
     if kind == "openai":
         completion = await llm["actor"].chat.completions.create(
             model="actor", messages=[{"role": "user", "content": "1+1?"}]

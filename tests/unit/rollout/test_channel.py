@@ -12,7 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from astraflow.errors import WireError
-from astraflow.rollout.worker.channel import Answer, Ask, Cancel, Channel, Done, Drop, Hello, Pulse, Ready, Start
+from astraflow.rollout.worker.channel import (
+    MAX_FRAME_BYTES,
+    Answer,
+    Ask,
+    Cancel,
+    Channel,
+    Done,
+    Drop,
+    Hello,
+    Pulse,
+    Ready,
+    Start,
+)
 from astraflow.types import Outcome, Task
 
 numbers = st.integers(0, 2**40)
@@ -136,3 +148,24 @@ asyncio.run(main())
         node.wait()
         worker.wait(10)
     assert not worker.is_running()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Done(1, Outcome(metrics={"x": 10**30}), None, False),
+        Done(1, None, "half a pair: \udcff", False),
+        Ask(1, 2, bytes(MAX_FRAME_BYTES)),
+    ],
+)
+async def test_a_message_that_cannot_be_sent_leaves_nothing_of_itself(message):
+    channel, transport, heard = Channel(lambda m: None, lambda: None), Kept(), []
+    channel.connection_made(transport)
+    channel.send(Ask(7, 1, b"before"))
+    with pytest.raises((WireError, UnicodeEncodeError, OverflowError)):
+        channel.send(message)
+    channel.send(Ask(7, 2, b"after"))
+    await asyncio.sleep(0)
+    other = Channel(heard.append, lambda: None)
+    other.data_received(b"".join(transport.sends))
+    assert heard == [Ask(7, 1, b"before"), Ask(7, 2, b"after")]

@@ -95,6 +95,9 @@ async def test_every_ending_is_data():
         "unknown_policy": "reward: policy='judge' is not in this episode",
         "stream": "gateway: stream=true works over HTTP only",
         "overlong": "overlong: prompt_tokens=5000 must be below the maximum context length of 4096",
+        "odd_text": r"workflow: ValueError: half a pair: \udcff",
+        "odd_error": r"judge: half a pair: \udcff",
+        "odd_numbers": None,
         "outcome": None,
         "none": None,
         "openai": None,
@@ -110,9 +113,12 @@ async def test_every_ending_is_data():
         by_kind = dict(zip(kinds, episodes, strict=True))
         assert by_kind["outcome"].trajectories[0].reward == 0.5
         assert by_kind["outcome"].metrics == {"success": 1.0}
+        assert by_kind["odd_numbers"].trajectories[0].reward == 0.5
+        assert by_kind["odd_numbers"].trajectories[0].rewards_per_call == (1.0,)
+        assert by_kind["odd_numbers"].metrics == {"big": 1e30}
         assert by_kind["none"].trajectories[0].reward is None
         assert by_kind["openai"].trajectories[0].reward == len("[1+1]") + 6
-        assert made.runner.endings["done"] == 3
+        assert made.runner.endings["done"] == 4
         assert made.runner.endings["reward"] == 3
         assert made.runner.free == 100
 

@@ -119,14 +119,23 @@ class Channel(asyncio.Protocol):
         self._on_lost()
 
     def send(self, message: Message) -> None:
-        """Queue a frame; it leaves at the end of this loop turn. Dropped when the other end is gone."""
+        """Queue a frame; it leaves at the end of this loop turn. Dropped when the other end is gone.
+
+        Raises: whatever its encoding raises; WireError: it is too large. Nothing is queued then.
+        """
         outgoing = self._outgoing
         start = len(outgoing)
         if not start:
             self._loop.call_soon(self._flush)
         outgoing += b"\0\0\0\0"
-        self._encoder.encode_into(message, outgoing, -1)
-        _LENGTH.pack_into(outgoing, start, len(outgoing) - start - 4)
+        try:
+            self._encoder.encode_into(message, outgoing, -1)
+            size = len(outgoing) - start - 4
+            _check_size(size)
+        except BaseException:
+            del outgoing[start:]  # half a frame would garble all that follow
+            raise
+        _LENGTH.pack_into(outgoing, start, size)
 
     def close(self) -> None:
         """Hang up after what is queued."""
@@ -146,10 +155,14 @@ class Channel(asyncio.Protocol):
         view = memoryview(data)
         while end - at >= 4:
             (size,) = _LENGTH.unpack_from(data, at)
-            if size > MAX_FRAME_BYTES:
-                raise WireError(f"frame_bytes={size} must be <= {MAX_FRAME_BYTES}; send smaller messages in one call")
+            _check_size(size)
             if end - at - 4 < size:
                 break
             self._on_message(self._decode(view[at + 4 : at + 4 + size]))
             at += 4 + size
         self._incoming = data[at:]
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_FRAME_BYTES:
+        raise WireError(f"frame_bytes={size} must be <= {MAX_FRAME_BYTES}; send smaller messages in one call")

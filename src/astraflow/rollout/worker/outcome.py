@@ -3,50 +3,75 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from astraflow.errors import EpisodeError
 from astraflow.types import Outcome
 
+MAX_ERROR_CHARS = 2000
+_FLOAT32_MAX = 3.4e38
+
 
 def outcome_of(value: object) -> Outcome:
-    """A float, a dict of floats by policy, an Outcome, or None (unscored).
+    """A float, a dict of floats by policy, an Outcome, or None (unscored), as an Outcome of plain floats.
 
     Raises: EpisodeError: "reward: ..." for anything else, and for NaN and infinities.
     """
-    if isinstance(value, Outcome):
-        outcome = value
-    elif isinstance(value, Mapping):
-        outcome = Outcome(reward={str(policy): _number(reward) for policy, reward in value.items()})
+    given = value if isinstance(value, Outcome) else Outcome(reward=value)  # type: ignore[arg-type]
+    reward: float | dict[str, float | None] | None
+    if isinstance(given.reward, Mapping):
+        reward = {plain_text(policy): _number(str(policy), number) for policy, number in given.reward.items()}
     else:
-        outcome = Outcome(reward=_number(value))
-    _check(outcome)
-    return outcome
+        reward = _number("reward", given.reward)
+    per_call = {plain_text(p): _per_call(p, rewards) for p, rewards in _items("rewards_per_call", given)}
+    metrics = {plain_text(name): _known(f"metrics[{name!r}]", metric) for name, metric in _items("metrics", given)}
+    return Outcome(reward=reward, rewards_per_call=per_call, metrics=metrics)
 
 
-def _number(value: object) -> float | None:
+def plain_text(value: object, limit: int = MAX_ERROR_CHARS) -> str:
+    """`str(value)`, cut, as text that every encoding can carry; also of objects whose `str` fails."""
+    try:
+        text = str(value)
+    except Exception as error:  # user code
+        text = f"(its text cannot be read: {type(error).__name__})"
+    text = text if len(text) <= limit else text[: limit - 3] + "..."
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _items(field: str, given: Outcome) -> Iterable[tuple[object, object]]:
+    table = given.metrics if field == "metrics" else given.rewards_per_call
+    if not isinstance(table, Mapping):
+        raise EpisodeError(f"reward: {field}={table!r:.80} is not a dict")
+    return table.items()
+
+
+def _per_call(policy: object, rewards: object) -> list[float]:
+    name = f"rewards_per_call[{policy!r}]"
+    if not isinstance(rewards, Iterable):
+        raise EpisodeError(f"reward: {name}={rewards!r:.80} must be a list of numbers, one per call")
+    return [_known(name, reward) for reward in rewards]
+
+
+def _known(name: str, value: object) -> float:
+    number = _number(name, value)
+    if number is None:
+        raise EpisodeError(f"reward: {name}=None must be a finite number")
+    return number
+
+
+def _number(name: str, value: object) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool | int | float):
-        return float(value)
     try:  # numpy scalars and the like
-        return float(value.__float__())  # type: ignore[attr-defined]
+        number = float(value.__float__())  # type: ignore[attr-defined]
     except (AttributeError, TypeError, ValueError):
+        what = "" if name == "reward" else f"{name}="
         raise EpisodeError(
-            f"reward: {type(value).__name__} {value!r:.80} is not a number; return a float, a dict of floats by "
+            f"reward: {what}{type(value).__name__} {value!r:.80} is not a number; return a float, a dict of floats by "
             "policy, an Outcome, or None for unscored"
         ) from None
-
-
-def _check(outcome: Outcome) -> None:
-    rewards = outcome.reward if isinstance(outcome.reward, Mapping) else {"reward": outcome.reward}
-    for name, value in rewards.items():
-        number = _number(value)
-        if number is not None and not math.isfinite(number):
-            raise EpisodeError(f"reward: {name}={number} is not finite; return None for unscored")
-    for policy, per_call in outcome.rewards_per_call.items():
-        if not all(isinstance(r, int | float) and math.isfinite(r) for r in per_call):
-            raise EpisodeError(f"reward: rewards_per_call[{policy!r}]={per_call!r:.80} must be finite numbers")
-    for name, metric in outcome.metrics.items():
-        if not isinstance(metric, int | float) or not math.isfinite(metric):
-            raise EpisodeError(f"reward: metrics[{name!r}]={metric!r:.80} must be a finite number")
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= _FLOAT32_MAX:  # also NaN; rewards travel as float32
+        raise EpisodeError(f"reward: {name}={number} is not finite in 32 bits; return None for unscored")
+    return number

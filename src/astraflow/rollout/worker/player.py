@@ -27,7 +27,7 @@ from astraflow.rollout.worker.channel import (
     Start,
 )
 from astraflow.rollout.worker.client import LLM, BlockingLLM
-from astraflow.rollout.worker.outcome import outcome_of
+from astraflow.rollout.worker.outcome import outcome_of, plain_text
 from astraflow.types import Outcome
 from astraflow.workflows.load import PlayFunction, build_workflow
 
@@ -105,11 +105,15 @@ class Worker:
         except asyncio.CancelledError:
             error = "cancelled: the episode was stopped"
         except EpisodeError as failure:
-            error = str(failure)
+            error = plain_text(failure)
         except Exception as failure:
             error = self._describe(failure)
         del self._episodes[start.slot]
-        self.channel.send(Done(start.slot, outcome, error, any(t.is_alive() for t in threads)))
+        left_running = any(t.is_alive() for t in threads)
+        try:
+            self.channel.send(Done(start.slot, outcome, error, left_running))
+        except Exception as failure:  # the node must hear that the episode is over, whatever is in its outcome
+            self.channel.send(Done(start.slot, None, self._describe(failure), left_running))
 
     async def _run(self, start: Start, threads: list[threading.Thread]) -> object:
         assert self._hello is not None and self._play is not None
@@ -150,7 +154,7 @@ class Worker:
         if mark not in self._logged and len(self._logged) < MAX_TRACEBACKS:
             self._logged.add(mark)
             log.error("workflow failed (later failures of this kind are counted only)", exc_info=failure)
-        return f"workflow: {type(failure).__name__}: {failure}"
+        return plain_text(f"workflow: {type(failure).__name__}: {plain_text(failure)}")
 
 
 def _is_coroutine_function(play: PlayFunction) -> bool:
