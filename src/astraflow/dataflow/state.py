@@ -157,7 +157,7 @@ class Machine:
         if state.failure is not None:
             state.failure = None
             for policy in state.policies.values():
-                policy.dropped_in_row = 0
+                policy.dropped_in_row = policy.failed_in_row = 0
         if (
             plan.evaluation is not None and not 0 <= state.next_round <= plan.steps
         ):  # the run was made longer or shorter
@@ -186,17 +186,21 @@ class Machine:
         """Operators of one policy: queued or dropped, and rows that nobody needs are released."""
         seen = _as_group(name, group, parts, self.context)
         num_scored = sum(r is not None for r in seen.rewards)
-        result: Group | str = "unscored"
-        if num_scored >= min(2, len(seen.rewards)):
+        failed = num_scored < min(2, len(seen.rewards))
+        result: Group | str
+        if failed:
+            unscored = zip(seen.rewards, seen.errors, strict=True)
+            result = accounts.failure_reason(error for reward, error in unscored if reward is None)
+        else:
             try:
                 result = self._chains[name].on_group(seen)
             except DataflowError as error:
-                failed = Failed(type(error).__name__, error.thing, str(error.value), error.rule, error.fix)
-                accounts.fail(self.context, failed)
+                cause = Failed(type(error).__name__, error.thing, str(error.value), error.rule, error.fix)
+                accounts.fail(self.context, cause)
                 result = "operator_failed"
         if isinstance(result, str):
             accounts.release(self.context, parts.values())
-            accounts.settle_dropped(self.context, name, group.group_id, result)
+            accounts.settle_dropped(self.context, name, group.group_id, result, failed=failed)
             return
         entries, used = [], set()
         for episode_id, reward, advantage in zip(

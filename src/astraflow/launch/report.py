@@ -72,6 +72,8 @@ def _page(
         blocks.append(f"```\n{curve}\n```")
     blocks += [f"![{picture}]({picture})" for picture in pictures]
     blocks += ["## How it ran", _health(summary)]
+    if summary["errors"]:
+        blocks.append(_errors(summary["errors"]))
     counts = staleness_counts(steps_of(rows))
     if any(counts.values()):
         blocks.append(
@@ -129,6 +131,14 @@ def _health(summary: Mapping[str, Any]) -> str:
             f"| dropped | {reasons or 'none'} |",
         ]
     )
+
+
+def _errors(errors: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = ["| failed episodes | number | first error |", "|---|---|---|"]
+    for kind, error in errors.items():
+        text = " ".join(error["first"].split()).replace("|", "\\|")
+        lines.append(f"| {kind} | {error['count']} | {text or '–'} |")
+    return "\n".join(lines)
 
 
 def _settings(config: RunConfig) -> str:

@@ -93,6 +93,7 @@ def summarise(rows: Sequence[Row], status: Mapping[str, Any] | None = None) -> d
             "max": _over(steps, "logprob_gap/max", np.max),
         },
         "accounting": accounting(steps, status),
+        "errors": errors_of(status),
         "tokens_per_s": _tokens_per_s(steps, wall_s),
         "versions": _versions(steps, status),
     }
@@ -117,6 +118,14 @@ def accounting(steps: Sequence[Row], status: Mapping[str, Any] | None) -> dict[s
                 reason = name.removeprefix("groups/dropped/")
                 total["dropped"][reason] = total["dropped"].get(reason, 0) + int(value)
     return total
+
+
+def errors_of(status: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """Failed episodes by kind of error, most first: how many, and the first message."""
+    episodes = dict((status or {}).get("episodes") or {})
+    first = dict(episodes.get("first_errors") or {})
+    counts = sorted(dict(episodes.get("errors") or {}).items(), key=lambda item: -item[1])
+    return {str(kind): {"count": int(count), "first": str(first.get(kind, ""))} for kind, count in counts}
 
 
 def law_holds(account: Mapping[str, Any]) -> bool:

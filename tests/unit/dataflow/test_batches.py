@@ -236,6 +236,26 @@ def test_nothing_to_train_on_stops_the_run_with_advice_and_reopening_tries_again
     check_law(desk.machine)
 
 
+def test_when_failures_leave_nothing_to_train_on_the_advice_is_about_them() -> None:
+    desk = Desk(small_config(policies__actor=policy_section(2, 1, max_dropped_groups=3)))
+    desk.start()
+    desk.commit(desk.lease(2))  # equal rewards
+    for number in range(2):
+        desk.commit(desk.lease(2), error=f"overlong: prompt_tokens={600 + number} must be below 512; shorten it")
+    failure = desk.machine.state.failure
+    assert failure is not None and failure.kind == "NothingToTrainOn"
+    assert "overlong (4 episodes): prompt_tokens=600 must be below 512; shorten it" in str(failure)
+    assert "overlong 2, zero_variance 1" in str(failure) and "make rewards differ" not in str(failure)
+
+
+def test_when_no_reward_leaves_nothing_to_train_on_the_workflow_is_named() -> None:
+    desk = Desk(small_config(policies__actor=policy_section(2, 1, max_dropped_groups=1)))
+    desk.start()
+    desk.commit(desk.lease(2), [None, None])
+    assert desk.machine.state.policies["actor"].dropped == {"unscored": 1}
+    assert "let the workflow return a reward" in str(desk.machine.state.failure)
+
+
 def test_a_batch_resets_the_count_of_dropped_groups() -> None:
     desk = Desk(small_config(policies__actor=policy_section(1, 1, max_dropped_groups=2)))
     desk.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from astraflow.dataflow.machine import commands as c
+from astraflow.dataflow.views.status import status
 from astraflow.testing.dataflow import Desk, check_law, small_config
 
 
@@ -125,7 +126,27 @@ def test_an_episode_with_an_error_is_unscored_and_counted_by_kind(desk: Desk) ->
     desk.commit(leases[:1], error="timeout: took 20 s")
     desk.commit(leases[1:])
     assert desk.machine.state.errors == {"timeout": 1}
-    assert desk.machine.state.policies["actor"].dropped == {"unscored": 1}
+    assert desk.machine.state.first_errors == {"timeout": "took 20 s"}
+    assert desk.machine.state.policies["actor"].dropped == {"timeout": 1}
+    check_law(desk.machine)
+
+
+def test_failures_of_one_kind_name_the_drop_and_others_are_unscored(desk: Desk) -> None:
+    for errors in (["overlong: a", "overlong: b"], ["overlong: c", "timeout: d"], ["policy='x' is unknown"] * 2):
+        leases = desk.lease(2)
+        for lease, error in zip(leases, errors, strict=True):
+            desk.commit([lease], error=error)
+    state = desk.machine.state
+    assert state.policies["actor"].dropped == {"overlong": 1, "unscored": 1, "other": 1}
+    assert state.first_errors == {"overlong": "a", "timeout": "d", "other": "policy='x' is unknown"}
+    told = [i.fields["kind"] for i in desk.instructions if isinstance(i, c.Event) and i.kind == "episode_error"]
+    assert told == ["overlong", "timeout", "other"], "each kind is told once"
+    shown = status(desk.machine, 0.0)["episodes"]
+    assert shown["errors"] == {"overlong": 3, "timeout": 1, "other": 2}
+    assert shown["first_errors"] == state.first_errors
+    desk.keep_snapshot()
+    desk.restart()
+    assert desk.machine.state.first_errors == state.first_errors
     check_law(desk.machine)
 
 
@@ -136,7 +157,7 @@ def test_an_episode_whose_attempts_are_all_lost_counts_as_failed_and_its_group_c
         desk.do(c.Expire(leases=[(leases[0].episode_id, attempt)]))
         desk.lease(1, node="other")
     assert desk.machine.state.errors == {"lost": 1}
-    assert desk.machine.state.policies["actor"].dropped == {"unscored": 1}
+    assert desk.machine.state.policies["actor"].dropped == {"lost": 1}
     assert desk.commit(leases[:1])[leases[0].episode_id] == "refused: attempt 1 is over, all attempts were lost"
     check_law(desk.machine)
 

@@ -83,6 +83,18 @@ def test_rows_stand_in_when_there_was_no_status(tmp_path: Path) -> None:
     assert "240 admitted = 192 trained + 36 dropped + 12 in flight: the law holds" in page
 
 
+def test_errors_of_episodes_are_shown_with_the_first_message_of_each_kind(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    episodes = {
+        "errors": {"timeout": 1, "overlong": 7},
+        "first_errors": {"overlong": "prompt_tokens=600 must be\nbelow 512 | 513", "timeout": "longer than 5 s"},
+    }
+    report = write_report(tmp_path, {"episodes": episodes})
+    page = (report / "summary.md").read_text()
+    assert "| overlong | 7 | prompt_tokens=600 must be below 512 \\| 513 |\n| timeout | 1 | longer than 5 s |" in page
+    assert json.loads((report / "summary.json").read_text())["errors"]["timeout"]["first"] == "longer than 5 s"
+
+
 def test_a_broken_law_is_said_loudly(tmp_path: Path) -> None:
     write_rows(tmp_path)
     account = {"admitted": 9, "trained": 9, "dropped": {}, "in_flight": 1}

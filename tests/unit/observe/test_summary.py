@@ -27,6 +27,7 @@ def test_a_run_without_a_step_has_a_summary() -> None:
         "staleness": {"mean": None, "p99": None, "max": None},
         "logprob_gap": {"p50": None, "p99": None, "max": None},
         "accounting": {"admitted": 0, "trained": 0, "dropped": {}, "in_flight": 0},
+        "errors": {},
         "tokens_per_s": None,
         "versions": {},
     }

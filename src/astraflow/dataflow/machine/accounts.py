@@ -6,6 +6,7 @@ while one of its puts is kept.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from astraflow.dataflow.machine.commands import DropSegment, Event, Wake
@@ -13,6 +14,9 @@ from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.records import Failed, Part, PolicyState, Put, TaskAccount
 
 RECENT_GROUPS = 4096
+UNSCORED = "unscored"  # reason of a group that had no reward, or failures of several kinds
+_KIND = re.compile(r"[a-z][a-z0-9_]{0,31}(?=:)")
+_MESSAGE_CHARS = 300
 
 
 def admit(context: Context, group_id: str) -> None:
@@ -31,8 +35,8 @@ def settle_trained(context: Context, name: str, group_id: str) -> None:
     _settle(context, name, group_id, trained=True, reason="")
 
 
-def settle_dropped(context: Context, name: str, group_id: str, reason: str) -> None:
-    """The group will not be trained by policy `name`; its slot is free."""
+def settle_dropped(context: Context, name: str, group_id: str, reason: str, *, failed: bool = False) -> None:
+    """The group will not be trained by policy `name`; its slot is free. `failed`: for want of scored episodes."""
     policy = context.state.policies[name]
     policy.dropped[reason] = policy.dropped.get(reason, 0) + 1
     policy.num_dropped += 1
@@ -41,7 +45,30 @@ def settle_dropped(context: Context, name: str, group_id: str, reason: str) -> N
     context.out.append(Wake("leases"))
     if reason != "finished":
         policy.dropped_in_row += 1
+        policy.failed_in_row += failed
         _check_anything_left(context, name, policy)
+
+
+def error_kind(error: str) -> str:
+    """The kind of an episode's error, "<kind>: <message>"."""
+    found = _KIND.match(error)
+    return found[0] if found else "other"
+
+
+def count_error(context: Context, error: str) -> None:
+    """One more failed episode; the first message of each kind is kept, so that somebody can mend the cause."""
+    kind, state = error_kind(error), context.state
+    state.errors[kind] = state.errors.get(kind, 0) + 1
+    if kind not in state.first_errors:
+        text = error.removeprefix(f"{kind}:").strip()
+        state.first_errors[kind] = text if len(text) <= _MESSAGE_CHARS else text[: _MESSAGE_CHARS - 3] + "..."
+        context.out.append(Event("episode_error", {"kind": kind, "error": state.first_errors[kind]}))
+
+
+def failure_reason(errors: Iterable[str | None]) -> str:
+    """Why a group without enough scored episodes is dropped, given the errors of its unscored ones."""
+    kinds = {UNSCORED if error is None else error_kind(error) for error in errors}
+    return kinds.pop() if len(kinds) == 1 else UNSCORED
 
 
 def fail(context: Context, failed: Failed) -> None:
@@ -73,20 +100,28 @@ def _check_anything_left(context: Context, name: str, policy: PolicyState) -> No
     if policy.dropped_in_row < limit:
         return
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(policy.dropped.items()))
-    if context.state.errors:
-        reasons += "; episode errors: " + ", ".join(f"{k} {n}" for k, n in sorted(context.state.errors.items()))
-    fail(
-        context,
-        Failed(
-            "NothingToTrainOn",
-            f"policies.{name}.batch.max_dropped_groups",
-            str(limit),
-            f"groups were dropped in a row without one batch (so far: {reasons})",
+    if 2 * policy.failed_in_row > limit:
+        rule, fix = _failing(context)
+    else:
+        rule = "groups were dropped in a row without one batch"
+        fix = (
             "make rewards differ within a group: easier or more varied tasks, a warm start, a higher "
-            "sampling.temperature, a larger workflow.group_size; or keep equal groups with operators = ['keep_all']; "
-            "or raise this limit",
-        ),
-    )
+            "sampling.temperature, a larger workflow.group_size; or keep equal groups with operators = ['keep_all']"
+        )
+    where = f"policies.{name}.batch.max_dropped_groups"
+    rule, fix = f"{rule} (so far: {reasons})", f"{fix}; or raise this limit"
+    fail(context, Failed("NothingToTrainOn", where, str(limit), rule, fix))
+
+
+def _failing(context: Context) -> tuple[str, str]:
+    """Rule and fix when most groups were dropped because their episodes failed: the errors say what to mend."""
+    state = context.state
+    rule = "groups were dropped in a row without one batch, most because their episodes failed or had no reward"
+    if not state.errors:
+        return rule, "let the workflow return a reward; None means unscored"
+    kinds = sorted(state.errors, key=lambda kind: -state.errors[kind])[:3]
+    said = ". ".join(f"{kind} ({state.errors[kind]} episodes): {state.first_errors.get(kind, '')}" for kind in kinds)
+    return rule, f"mend what fails, the first error of each kind is: {said}"
 
 
 def remember(context: Context, group_id: str, attempts: list[int]) -> None:

@@ -121,9 +121,13 @@ class MetricsRow(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something people may want to see at once."""
+    """Something people may want to see at once.
 
-    kind: str  # step | eval | node_joined | node_died | node_left | trainer_resumed | trainer_silent | dropped | alarm
+    Kinds: step, eval, node_joined, node_died, node_left, trainer_resumed, trainer_silent, dropped, episode_error,
+    alarm.
+    """
+
+    kind: str
     fields: dict[str, Any]
 
 

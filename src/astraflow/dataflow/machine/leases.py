@@ -179,8 +179,7 @@ class Leases:
         state.nodes[node_id].held.pop(episode.episode_id, None)
         state.num_episodes += 1
         if episode.error is not None:
-            kind = episode.error.partition(":")[0]
-            state.errors[kind] = state.errors.get(kind, 0) + 1
+            accounts.count_error(self._context, episode.error)
         return group, "accepted"
 
     def _late(self, group_id: str, k: int, attempt: int, done: EpisodeCommit | None = None) -> str:
@@ -214,7 +213,7 @@ class Leases:
             error = f"lost: {group.losses[k]} attempts ended without a result"
             group.results[k] = EpisodeCommit(episode_id, 0, error, {}, [])
             group.num_open -= 1
-            state.errors["lost"] = state.errors.get("lost", 0) + 1
+            accounts.count_error(self._context, error)
             if not group.num_open:
                 self._close(group)
         self._context.out.append(Wake("leases"))

@@ -155,7 +155,7 @@ class Queues:
         metrics = batch_metrics(groups, step - 1, self._context.plan.policies[name].max_staleness)
         metrics["queue/groups"] = float(len(policy.queue))
         policy.batches[step] = Batch(step, groups, metrics)
-        policy.dropped_in_row = 0
+        policy.dropped_in_row = policy.failed_in_row = 0
         return True
 
     def _train(self, name: str, policy: PolicyState, step: int, metrics: dict[str, float]) -> None:

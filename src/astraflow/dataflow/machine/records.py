@@ -121,6 +121,7 @@ class PolicyState(msgspec.Struct):
     dropped: dict[str, int] = {}
     num_dropped: int = 0
     dropped_in_row: int = 0  # since the last batch was formed
+    failed_in_row: int = 0  # of those, groups whose episodes failed or had no reward
     operators: list[dict[str, Any]] = []  # operator states, filled for a snapshot
 
     @property
@@ -205,4 +206,5 @@ class State(msgspec.Struct):
     num_refused: int = 0
     num_lost: int = 0  # leases that ran out or died with their node
     errors: dict[str, int] = {}  # kind -> committed episodes with such an error
+    first_errors: dict[str, str] = {}  # kind -> the first such error, shortened
     failure: Failed | None = None

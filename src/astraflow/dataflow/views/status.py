@@ -31,6 +31,7 @@ def status(machine: Machine, now: float) -> dict[str, Any]:
             "refused": state.num_refused,
             "lost": state.num_lost,
             "errors": state.errors,
+            "first_errors": state.first_errors,
         },
         "nodes": _nodes(machine, now),
         "evaluation": {
