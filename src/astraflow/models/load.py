@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -28,10 +29,10 @@ def load_model(directory: Path | str, dtype: str = "float32", attention: str = "
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             str(directory), dtype=DTYPES[dtype], attn_implementation=attention, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(
             "model", str(directory), f"cannot be loaded ({_first_line(error)})",
-            "give a Hugging Face directory of a causal language model with config.json and *.safetensors",
+            "give a Hugging Face directory of a causal language model with config.json and whole *.safetensors",
         ) from error  # fmt: skip
     model.eval()  # type: ignore[no-untyped-call]
     speed_up_linears(model)

@@ -9,7 +9,7 @@
     training_state/master.safetensors     float32 weights, only when the model is saved in bfloat16
     training_state/version-<v>.safetensors  earlier published versions that the logprob audit still needs
 ```
-Built in `.tmp-*`, synced, renamed: what has its final name is whole, and `latest_checkpoint` checks the sizes anyway.
+Built in `.tmp-*`, synced, renamed: what has its final name is whole, and `models.checkpoints` checks the sizes anyway.
 No pickle anywhere.
 """
 
@@ -30,24 +30,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from astraflow.errors import TrainingError
+from astraflow.models.checkpoints import STATE, StateFile, whole_checkpoints
 
-STATE = "training_state"
 KEEP = 2
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-class StateFile(msgspec.Struct, kw_only=True):
-    """`state.json`."""
-
-    version: int  # the weight version that this checkpoint is
-    step: int
-    skipped: int
-    skipped_in_a_row: int
-    audit_versions: list[int]
-    files: dict[str, int]  # relative path -> bytes, of everything else in the directory
 
 
 @dataclass
@@ -83,12 +72,13 @@ def save_checkpoint(root: Path, model: PreTrainedModel, source: Path, state: Tra
         os.rename(building, target)
         _sync(root)
         shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(building, ignore_errors=True)
         raise TrainingError(
-            "checkpoint", str(target), f"cannot be written ({error.strerror})",
+            "checkpoint", str(target), f"cannot be written ({_reason(error)})",
             "free disk space or choose another run.directory; earlier checkpoints are as they were",
         ) from error  # fmt: skip
-    for path in _whole_checkpoints(root)[:-KEEP]:
+    for path in whole_checkpoints(root)[:-KEEP]:
         shutil.rmtree(path, ignore_errors=True)
     return target
 
@@ -104,16 +94,14 @@ def save_model(target: Path, model: PreTrainedModel, source: Path) -> None:
             _sync(path)
         shutil.rmtree(target, ignore_errors=True)
         os.rename(building, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(building, ignore_errors=True)
         raise TrainingError(
-            "model directory", str(target), f"cannot be written ({error.strerror})", "choose another place"
+            "model directory",
+            str(target),
+            f"cannot be written ({_reason(error)})",
+            "free disk space or choose another place",
         ) from error
-
-
-def latest_checkpoint(root: Path, at_least: int = 0) -> Path | None:
-    """The newest whole checkpoint below `root` of version `at_least` or newer, or None."""
-    whole = [path for path in _whole_checkpoints(root) if _step_of(path) >= at_least]
-    return whole[-1] if whole else None
 
 
 def load_state(path: Path) -> TrainingState:
@@ -217,22 +205,9 @@ def _write_state(building: Path, state: TrainingState) -> None:
     _sync(building)
 
 
-def _whole_checkpoints(root: Path) -> list[Path]:
-    """Oldest first."""
-    return [path for path in sorted(root.glob("step-*"), key=_step_of) if _step_of(path) >= 0 and _is_whole(path)]
-
-
-def _step_of(path: Path) -> int:
-    number = path.name.removeprefix("step-")
-    return int(number) if number.isascii() and number.isdigit() else -1
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        head = msgspec.json.decode((path / STATE / "state.json").read_bytes(), type=StateFile)
-        return all((path / name).stat().st_size == size for name, size in head.files.items())
-    except (OSError, msgspec.DecodeError):
-        return False
+def _reason(error: OSError | SafetensorError) -> str:
+    """safetensors wraps a full disk in an error of its own, which no OSError tells of."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 def _sync(path: Path) -> None:

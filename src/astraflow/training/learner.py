@@ -19,12 +19,12 @@ from astraflow.config.schema import PolicySection, RunConfig
 from astraflow.contracts import Source
 from astraflow.errors import ConfigError
 from astraflow.models.chat import ChatTokenizer
+from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import load_model, load_tensors, state_tensors
 from astraflow.models.registry import model_directory
 from astraflow.training.audit import Auditor
 from astraflow.training.checkpoint import (
     TrainingState,
-    latest_checkpoint,
     load_optimizer_tensors,
     load_state,
     model_files,

@@ -40,8 +40,8 @@ import pyarrow as pa
 from astraflow.config.load import config_from_json
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import ConfigError, TrainingError, Unreachable, WireError
+from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.observe.memory import settle_memory
-from astraflow.training.checkpoint import latest_checkpoint
 from astraflow.training.learner import Learner
 from astraflow.training.step import StepInterrupted
 from astraflow.types import BatchHeader

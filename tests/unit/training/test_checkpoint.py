@@ -6,20 +6,22 @@ import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from astraflow.algorithms.losses import PpoClip
 from astraflow.config.schema import OptimizerSection
-from astraflow.errors import TrainingError
+from astraflow.errors import ModelError, TrainingError
+from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import load_model
 from astraflow.training.checkpoint import (
     STATE,
     TrainingState,
-    latest_checkpoint,
     load_optimizer_tensors,
     load_state,
     optimizer_tensors,
     save_checkpoint,
+    save_model,
 )
 from astraflow.training.packing import rows_from_table
 from astraflow.training.step import Stepper, StepSettings
@@ -133,6 +135,53 @@ def test_a_full_disk_is_named_and_leaves_the_older_checkpoint(stepped, tiny_char
     with pytest.raises(TrainingError, match="No space left on device"):
         _save(tmp_path, stepped[0], tiny_char, 2)
     assert latest_checkpoint(tmp_path) == good
+
+
+@pytest.mark.parametrize("part", ["model", "state"])
+def test_a_full_disk_that_safetensors_wraps_is_named_too(stepped, tiny_char, tmp_path, monkeypatch, part):
+    import astraflow.training.checkpoint as checkpoint
+
+    good = _save(tmp_path, stepped[0], tiny_char, 1)
+
+    def full(*_args, **_options):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    if part == "model":
+        monkeypatch.setattr(type(stepped[0].model), "save_pretrained", full)
+    else:
+        monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(TrainingError, match="No space left on device"):
+        _save(tmp_path, stepped[0], tiny_char, 2)
+    assert latest_checkpoint(tmp_path) == good
+    assert [p.name for p in tmp_path.iterdir()] == [good.name], "what was half written does not fill the disk"
+    if part == "model":
+        with pytest.raises(TrainingError, match="No space left on device"):
+            save_model(tmp_path / "plain", stepped[0].model, tiny_char)
+
+
+def test_a_cut_weights_file_is_a_model_error(stepped, tiny_char, tmp_path):
+    path = _save(tmp_path, stepped[0], tiny_char, 1)
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(path)
+
+
+def test_damaged_newer_checkpoints_are_named_in_the_log(stepped, tiny_char, tmp_path, caplog):
+    good = _save(tmp_path, stepped[0], tiny_char, 1)
+    bad = _save(tmp_path, stepped[0], tiny_char, 2)
+    (bad / "model.safetensors").write_bytes(b"short")
+    worse = tmp_path / "step-000003"
+    worse.mkdir()
+    assert latest_checkpoint(tmp_path) == good
+    assert f"checkpoint={bad} is damaged (model.safetensors has 5 of " in caplog.text
+    assert f"checkpoint={worse} is damaged ({STATE}/state.json is missing)" in caplog.text
+    caplog.clear()
+    assert latest_checkpoint(tmp_path, 2) is None
+    shutil.rmtree(bad)
+    shutil.rmtree(worse)
+    caplog.clear()
+    assert latest_checkpoint(tmp_path) == good and not caplog.text
 
 
 def test_a_checkpoint_of_another_model_is_refused(stepped, tiny_char, tmp_path, make_model):

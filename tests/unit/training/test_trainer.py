@@ -17,8 +17,8 @@ from astraflow.config.schema import RunConfig
 from astraflow.dataflow.client import DataflowClient
 from astraflow.dataflow.service import create_dataflow_app, serve_dataflow
 from astraflow.errors import ConfigError, WireError
+from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import load_model
-from astraflow.training.checkpoint import latest_checkpoint
 from astraflow.training.learner import Learner
 from astraflow.training.trainer import run_trainer
 from astraflow.types import Episode, Trajectory

@@ -1,0 +1,67 @@
+"""Which checkpoints of a policy are whole; loads neither torch nor a model, so that the launcher can ask too.
+
+`training_state/state.json` is written last and names every other file with its size: a directory without it, or with
+a file of another size, is damaged and passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+STATE = "training_state"
+
+log = logging.getLogger(__name__)
+
+
+class StateFile(msgspec.Struct, kw_only=True):
+    """`state.json`."""
+
+    version: int  # the weight version that this checkpoint is
+    step: int
+    skipped: int
+    skipped_in_a_row: int
+    audit_versions: list[int]
+    files: dict[str, int]  # relative path -> bytes, of everything else in the directory
+
+
+def whole_checkpoints(root: Path) -> list[Path]:
+    """Oldest first."""
+    return [path for path in _checkpoints(root) if _damage(path) is None]
+
+
+def latest_checkpoint(root: Path, at_least: int = 0) -> Path | None:
+    """The newest whole checkpoint below `root` of version `at_least` or newer, or None; logs damaged newer ones."""
+    for path in reversed(_checkpoints(root)):
+        if _step_of(path) < at_least:
+            return None
+        damage = _damage(path)
+        if damage is None:
+            return path
+        log.warning("checkpoint=%s is damaged (%s) and passed over; restore or delete it", path, damage)
+    return None
+
+
+def _checkpoints(root: Path) -> list[Path]:
+    return sorted((path for path in root.glob("step-*") if _step_of(path) >= 0), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isascii() and number.isdigit() else -1
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint; None: it is whole."""
+    try:
+        head = msgspec.json.decode((path / STATE / "state.json").read_bytes(), type=StateFile)
+        for name, size in head.files.items():
+            if (found := (path / name).stat().st_size) != size:
+                return f"{name} has {found} of {size} bytes"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(path)} is missing"
+    except (OSError, msgspec.DecodeError) as error:
+        return str(error)
+    return None
