@@ -36,7 +36,7 @@ SERVICE = textwrap.dedent(
     shell.open_sources = lambda config: sources()
     run_dir = pathlib.Path(sys.argv[1])
     config = config_from_json((run_dir / "config.json").read_text())
-    run_service(config, run_dir, host="127.0.0.1", port=0, token=None,
+    run_service(config, run_dir, bind("127.0.0.1", 0, "dataflow.port"), token=None,
                 on_ready=lambda url: (sys.stdout.write(url + "\\n"), sys.stdout.flush()))
     """
 )

@@ -76,21 +76,21 @@ def run(
 
 def _launch(config: RunConfig, *, resume: bool, token: str | None, cores: int) -> None:
     """Run to the end, write the report, say where everything is."""
+    from astraflow.launch.claim import claim
     from astraflow.launch.report import write_report
-    from astraflow.launch.rundir import prepare
     from astraflow.launch.supervisor import Supervisor
     from astraflow.observe.console import progress_display
 
-    directory = prepare(config, resume=resume)
-    typer.echo(f"run {config.run.name}: {config.run.steps} steps; logs and results in {directory.path}")
     finished = False
-    try:
-        with progress_display(config.run.name, config.run.steps, directory.metrics) as progress:
-            finished = Supervisor(config, directory, cores, progress, token).run()
-    finally:
-        if directory.metrics.exists():
-            write_report(directory.path, progress.status)
-            _say_results(config, directory)
+    with claim(config, resume=resume) as directory:
+        typer.echo(f"run {config.run.name}: {config.run.steps} steps; logs and results in {directory.path}")
+        try:
+            with progress_display(config.run.name, config.run.steps, directory.metrics) as progress:
+                finished = Supervisor(config, directory, cores, progress, token).run()
+        finally:
+            if directory.metrics.exists():
+                write_report(directory.path, progress.status)
+                _say_results(config, directory)
     if not finished:
         typer.echo("the run was interrupted; go on with it by --resume", err=True)
         raise typer.Exit(130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
 
@@ -31,27 +32,37 @@ def dataflow(
 ) -> None:
     """Start the dataflow service of a run; change any setting after the recipe."""
     _tie(parent)
-    from astraflow.launch.rundir import prepare, write_ready
+    from astraflow.launch.claim import claim
+    from astraflow.launch.rundir import RunDirectory, write_ready
     from astraflow.observe.logs import setup_logging
-    from astraflow.wire.app import check_bind
+    from astraflow.wire.app import bind, check_bind
 
     config, token = open_run(recipe, ctx.args), read_token(token_file)
-    host = config.dataflow.host if host is None else host
+    host, port = config.dataflow.host if host is None else host, config.dataflow.port if port is None else port
     check_bind(host, token, "dataflow.host")
-    directory = prepare(config, resume=resume, path=run_dir)
-    setup_logging("dataflow", directory.path, secrets=(token,))
+    with ExitStack() as taken:
+        sock = taken.enter_context(closing(bind(host, port, "dataflow.port")))  # a used port takes no run name
+        if parent and run_dir is not None:  # the launcher holds the directory and saved the settings
+            directory = RunDirectory(run_dir.resolve())
+        else:
+            directory = taken.enter_context(claim(config, resume=resume, path=run_dir))
+        setup_logging("dataflow", directory.path, secrets=(token,))
 
-    def on_ready(url: str) -> None:
-        typer.echo(f"dataflow answers at {url}; nodes join with: astraflow node --dataflow {url}")
-        for path in filter(None, {directory.ready_file, ready_file}):
-            write_ready(path, url)
+        def on_ready(url: str) -> None:
+            typer.echo(f"dataflow answers at {url}; nodes join with: astraflow node --dataflow {joining(url)}")
+            for path in filter(None, {directory.ready_file, ready_file}):
+                write_ready(path, url)
 
-    from astraflow.dataflow.service import run_service
+        from astraflow.dataflow.service import run_service
 
-    run_service(
-        config, directory.path, host=host, port=config.dataflow.port if port is None else port, token=token,
-        on_ready=on_ready,
-    )  # fmt: skip
+        run_service(config, directory.path, sock, token=token, on_ready=on_ready)
+
+
+def joining(url: str) -> str:
+    """The URL for other hosts of a service bound to all addresses."""
+    for every in ("//0.0.0.0:", "//[::]:"):
+        url = url.replace(every, "//<address of this host>:")
+    return url
 
 
 def trainer(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -274,12 +275,16 @@ async def serve_dataflow(
 
     Raises: what the part died of.
     """
-    shell: Shell = app.state.shell
     try:
         sock = bind(host, port, "dataflow.port")
     except BaseException:
-        shell.close()
+        app.state.shell.close()
         raise
+    await _serve_on(app, sock, on_ready, stop)
+
+
+async def _serve_on(app: Starlette, sock: socket.socket, on_ready: Callable[[str], None], stop: asyncio.Event) -> None:
+    shell: Shell = app.state.shell
     halt = asyncio.Event()
     server = asyncio.create_task(serve(app, sock, on_ready, halt), name="http server")
     waits = {asyncio.create_task(stop.wait(), name="stop"), asyncio.create_task(shell.crashed.wait(), name="crash")}
@@ -294,13 +299,13 @@ async def serve_dataflow(
 
 
 def run_service(
-    config: RunConfig, run_dir: Path, *, host: str, port: int, token: str | None, on_ready: Callable[[str], None]
+    config: RunConfig, run_dir: Path, sock: socket.socket, *, token: str | None, on_ready: Callable[[str], None]
 ) -> None:
-    """The process of `astraflow dataflow`: serves until SIGTERM or SIGINT.
+    """The process of `astraflow dataflow`: serves on a socket from `wire.app.bind` until SIGTERM or SIGINT.
 
-    Raises: LaunchError, JournalError, SourceError: it cannot start. Anything else: a part died, named in a note.
+    Raises: JournalError, SourceError: it cannot start. Anything else: a part died, named in a note.
     """
-    check_bind(host, token, "dataflow.host")
+    check_bind(sock.getsockname()[0], token, "dataflow.host")
 
     async def main() -> None:
         stop = asyncio.Event()
@@ -308,7 +313,7 @@ def run_service(
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         app = create_dataflow_app(config, run_dir, token)
         settle_memory()
-        await serve_dataflow(app, host, port, on_ready, stop)
+        await _serve_on(app, sock, on_ready, stop)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

@@ -24,7 +24,7 @@ from astraflow.config.env import child_environment
 from astraflow.config.schema import RunConfig
 from astraflow.errors import AstraFlowError, LaunchError
 from astraflow.launch.plan import DATAFLOW, ProcessSpec, plan_processes
-from astraflow.launch.rundir import RunDirectory, held, read_ready, tail
+from astraflow.launch.rundir import RunDirectory, read_ready, tail
 from astraflow.launch.supervision import (
     Event,
     Exited,
@@ -60,11 +60,12 @@ class _Child:
     spec: ProcessSpec
     popen: subprocess.Popen[bytes]
     log: IO[bytes]
+    log_start: int  # bytes of earlier starts in its log
 
 
 @dataclass
 class Supervisor:
-    """Keeps the processes of one run alive until it is over."""
+    """Keeps the processes of one run alive until it is over. The directory is claimed by its caller."""
 
     config: RunConfig
     directory: RunDirectory
@@ -93,7 +94,7 @@ class Supervisor:
         Raises: LaunchError: a process could not be kept alive; names it and its last words.
         """
         self.directory.ready_file.unlink(missing_ok=True)
-        with held(self.directory), self._signals():
+        with self._signals():
             try:
                 self._take(Tick())
                 while self._state.phase != "done":
@@ -165,13 +166,14 @@ class Supervisor:
         del self._children[name]
         if code != 0 and self._state.phase in ("starting", "running"):
             self.progress.note(f"{name} ended with {cause(code)}")
-        return Exited(name, code, tail(self.directory.log(name)))
+        return Exited(name, code, tail(self.directory.log(name), child.log_start))
 
     def _start(self, start: Start) -> None:
         spec = self._specs[start.name]
         if start.attempt > 1:
             self.progress.note(f"{spec.name} starts again (start {start.attempt})")
         log = self.directory.log(spec.name).open("ab")
+        log_start = log.tell()
         popen = subprocess.Popen(
             [sys.executable, "-m", "astraflow", *self._arguments(spec)],
             stdin=subprocess.DEVNULL,
@@ -180,7 +182,7 @@ class Supervisor:
             env=child_environment(self.token),
             start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
         )
-        self._children[spec.name] = _Child(spec, popen, log)
+        self._children[spec.name] = _Child(spec, popen, log, log_start)
 
     def _arguments(self, spec: ProcessSpec) -> list[str]:
         here = str(self.directory.path)

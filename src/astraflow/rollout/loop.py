@@ -88,9 +88,10 @@ class Guarded:
         if self._failure is None:
             return
         name, error = self._failure
-        log.error("the %s of %s ended: %s", name, self._owner, error, exc_info=error)
         if isinstance(error, AstraFlowError):
+            log.error("the %s of %s ended: %s", name, self._owner, error)
             raise error
+        log.error("the %s of %s ended: %s", name, self._owner, error, exc_info=error)
         raise AstraFlowError(
             f"task={name!r} of {self._owner} died of {type(error).__name__}: {error}; see the traceback in its log"
         ) from error

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from astraflow.cli.app import main
 from astraflow.cli.look import lines_of
 from astraflow.cli.play import choose_policy, open_model
 from astraflow.cli.run import join_pairs, open_run
-from astraflow.cli.services import read_token
+from astraflow.cli.services import joining, read_token
 from astraflow.config.load import resolved_json
 from astraflow.errors import ConfigError, LaunchError
+from astraflow.launch.claim import claim
 from astraflow.launch.recipes import recipe_names
+from astraflow.wire.app import bind
 
 ERROR_FORM = r"error: .+=.+; .+"
 
@@ -75,6 +78,34 @@ def test_an_existing_run_is_refused_before_anything_starts(
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
     (tmp_path / "runs" / "quickstart" / "run.resolved.json").write_text("{}")
     assert "--resume" in failing(["run", "quickstart"], capsys, 1)
+
+
+def test_a_refused_second_launcher_leaves_the_live_run_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with claim(open_run("quickstart", []), resume=False) as directory:
+        directory.metrics.write_text('{"kind": "step", "step": 1}\n')
+        before = directory.config_file.read_bytes()
+        for words in (["run", "quickstart"], ["dataflow", "quickstart", "--port=0"]):
+            assert "in use by another" in failing([*words, "--resume", "--run.steps=99"], capsys, 1)
+        assert directory.config_file.read_bytes() == before
+        assert not directory.report.exists()
+
+
+def test_a_used_port_takes_no_run_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with closing(bind("127.0.0.1", 0, "test")) as taken:
+        port = taken.getsockname()[1]
+        assert "cannot be bound" in failing(["dataflow", "quickstart", f"--port={port}"], capsys, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nodes_are_told_an_address_that_they_can_use() -> None:
+    assert joining("http://0.0.0.0:7") == joining("http://[::]:7") == "http://<address of this host>:7"
+    assert joining("http://127.0.0.1:7") == "http://127.0.0.1:7"
 
 
 def test_a_missing_model_is_named_before_anything_starts(
