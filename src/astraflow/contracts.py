@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from astraflow.errors import EngineError
 from astraflow.types import Generation, Group, Message, Outcome, Sampling, Task, WeightVersion
 
 if TYPE_CHECKING:
@@ -61,6 +62,10 @@ class Engine(Protocol):
     @property
     def max_context(self) -> int:
         """Longest prompt plus generation, in tokens."""
+
+    @property
+    def ended(self) -> Future[EngineError]:
+        """Done, with the reason, before any request fails because the engine serves no more; also after `close`."""
 
     def stats(self) -> dict[str, float]:
         """Monotonic counters: busy_s, sampled_tokens, prefill_tokens, requests, swaps; gauges: running, waiting."""

@@ -81,6 +81,8 @@ class ScriptedEngine:
         self._running: dict[str, _Running] = {}
         self._counts = {"busy_s": 0.0, "sampled_tokens": 0.0, "prefill_tokens": 0.0, "requests": 0.0, "swaps": 0.0}
         self._error: EngineError | None = None
+        self.ended: Future[EngineError] = Future()
+        self.ended.set_running_or_notify_cancel()
 
     def submit(self, request_id: str, prompt_ids: Sequence[int] | np.ndarray, sampling: Sampling) -> Future[Generation]:
         """Queue one generation; when released and without delay, its future is done on return."""
@@ -136,12 +138,19 @@ class ScriptedEngine:
 
     def close(self) -> None:
         """Stop; pending futures fail."""
+        self.fail(EngineError("engine", "closed", "serves no more requests", "start a new one"))
+
+    def fail(self, error: EngineError) -> None:
+        """End as an engine does that breaks; only the first call counts."""
         with self._lock:
-            self._error = EngineError("engine", "closed", "serves no more requests", "start a new one")
+            if self._error is not None:
+                return
+            self._error = error
             pending = list(self._running.values())
             self._running.clear()
+        self.ended.set_result(error)
         for running in pending:
-            running.future.set_exception(self._error)
+            running.future.set_exception(error)
 
     def hold(self) -> None:
         """From now on requests wait for `step` or `release`."""

@@ -14,6 +14,7 @@
 | weights   | a version newer than in force  | a heartbeat or lease reply that announces one      | backoff 8 s  |
 | commit    | a finished episode             | an episode ends                                    | -            |
 | pool      | a worker that hangs or is gone | a timer                                            | `PoolLimits` |
+| engine    | the end of an engine           | the engine                                         | -            |
 
 A loop that ends by an error ends the node, by name. The service may be away for `give_up_s`: episodes in play go on and
 are committed afterwards.
@@ -35,6 +36,7 @@ from typing import TypeVar
 
 from astraflow.config.env import cache_dir
 from astraflow.config.schema import RunConfig
+from astraflow.contracts import Engine
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import Unreachable, WireError
 from astraflow.observe.logs import setup_logging
@@ -197,6 +199,7 @@ class _Node:
         self._stats.watch(engines, gateway, runner, pool, self._weights)
         self.tasks.spawn("worker pool", pool.watch())
         for name, engine in engines.items():
+            self.tasks.spawn(f"engine of {name}", _raise_when_ended(engine))
             self.tasks.spawn(f"weight loop of {name}", self._weights[name].follow(engine))
         return runner
 
@@ -305,3 +308,7 @@ class _Node:
             else:
                 self._reach.ok()
                 return reply
+
+
+async def _raise_when_ended(engine: Engine) -> None:
+    raise await asyncio.wrap_future(engine.ended)

@@ -120,14 +120,17 @@ class WorkerPool:
         return sum(w.ready and not w.retiring for w in self._workers)
 
     def place(self, player: Player) -> int:
-        """Start an episode on the worker with the fewest; returns its slot. Only while `num_ready` > 0."""
+        """Start an episode on the worker with the fewest; returns its slot. Only while `num_ready` > 0.
+
+        Raises: WireError: its task cannot be sent.
+        """
         able = [w for w in self._workers if w.ready and not w.retiring]
         worker = min(able, key=lambda w: len(w.episodes)) if len(able) > 1 else able[0]
         self._next_slot += 1
         slot = self._next_slot
+        worker.channel.send(Start(slot, player.key, player.task, player.timeout_s))
         worker.episodes[slot] = (player, time.monotonic() + player.timeout_s)
         self._homes[slot] = worker
-        worker.channel.send(Start(slot, player.key, player.task, player.timeout_s))
         return slot
 
     def stop(self, slot: int) -> None:

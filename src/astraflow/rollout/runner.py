@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from astraflow.contracts import Engine
-from astraflow.errors import AstraFlowError, EpisodeError
+from astraflow.errors import AstraFlowError, EpisodeError, WireError
 from astraflow.rollout.context.trie import trajectories
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.gateway.dialect import failure
@@ -173,7 +173,10 @@ class Runner:
         del self._waiting[play.lease.episode_id]
         play.timeout_s = max(0.001, play.deadline - time.monotonic())
         play.key = self._gateway.open_episode(play.lease)
-        play.slot = self._pool.place(play)
+        try:
+            play.slot = self._pool.place(play)
+        except WireError as error:
+            self.end(play, None, f"task: {error}")
 
     def _abandon(self, play: _Play) -> None:
         play.wanted = False
@@ -206,7 +209,8 @@ class Runner:
             self._waiting.pop(lease.episode_id, None)
         capture = self._gateway.close_episode(play.key) if play.key else EpisodeCapture(lease, {})
         self._freed.set()
-        if not play.wanted:
+        engine_lost = error is not None and any(e.ended.done() for e in self._engines.values())
+        if not play.wanted or engine_lost:  # of no fault of its own: the lease goes back and is offered again
             self.endings["cancelled"] += 1
             return
         wall_s = time.monotonic() - play.received

@@ -170,8 +170,13 @@ class EngineSuite:
     def test_close_fails_what_is_pending_and_what_comes_after(self, case: EngineCase) -> None:
         future = case.engine.submit("a", case.prompt, Sampling(max_tokens=case.long_tokens))
         case.advance()
+        ended_before_failure: list[bool] = []
+        future.add_done_callback(lambda _: ended_before_failure.append(case.engine.ended.done()))
+        assert not case.engine.ended.done()
         case.engine.close()
         case.engine.close()
+        assert "closed" in str(case.engine.ended.result(_DEADLINE_S))
+        assert ended_before_failure == [True]
         with pytest.raises(EngineError, match="closed"):
             future.result(_DEADLINE_S)
         with pytest.raises(EngineError, match="closed"):

@@ -84,6 +84,7 @@ def test_any_error_in_the_thread_fails_all_that_is_pending(
             future.result(60)
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         engine.submit("later", [1], Sampling()).result(0)
+    assert "planted" in str(engine.ended.result(0))
 
 
 def test_more_requests_than_rows_wait_their_turn(engine: LocalEngine) -> None:

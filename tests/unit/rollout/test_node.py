@@ -15,7 +15,8 @@ from rollout_scripts import EOS, ids, text
 from astraflow.config.load import check_run
 from astraflow.dataflow.client import DataflowClient
 from astraflow.dataflow.service import create_dataflow_app, serve_dataflow
-from astraflow.errors import AstraFlowError, Unreachable
+from astraflow.engines.scripted import ScriptedEngine
+from astraflow.errors import AstraFlowError, EngineError, Unreachable
 from astraflow.rollout.node import NodeOptions, serve_node
 from astraflow.rollout.pool import PoolLimits
 from astraflow.types import BatchHeader
@@ -148,6 +149,33 @@ async def test_a_restart_of_the_service_is_survived(service, tmp_path):
         for _ in range(3):
             await running.train()
         await asyncio.wait_for(node, 10)
+
+
+async def test_an_engine_that_ends_takes_its_node_with_it_and_the_leases_go_back(service, tmp_path, monkeypatch):
+    engines = []
+
+    class Watched(ScriptedEngine):
+        def __init__(self, *args, **options):
+            super().__init__(*args, held=True, **options)
+            engines.append(self)
+
+    monkeypatch.setattr("astraflow.engines.scripted.ScriptedEngine", Watched)
+    async with service().running() as running:
+        node = asyncio.create_task(serve_node(running.node(tmp_path)))
+        await running.resume()
+        while not engines or engines[0].stats()["running"] < 4:
+            await asyncio.sleep(0.02)
+        engines[0].fail(EngineError("engine", "KeyError", "ended its thread", "see its log"))
+        with pytest.raises(EngineError, match="engine=KeyError ended its thread"):
+            await asyncio.wait_for(node, 10)
+        status = await asyncio.to_thread(running.client.status)
+        assert (status["nodes"], status["episodes"]["committed"]) == ([], 0)
+        monkeypatch.undo()
+        node = asyncio.create_task(serve_node(running.node(tmp_path)))
+        header, _ = await running.train()
+        assert header.num_episodes == 4
+        node.cancel()
+        await asyncio.wait({node})
 
 
 async def test_a_service_that_stays_away_ends_the_node_by_name(service, tmp_path):

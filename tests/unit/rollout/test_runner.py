@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
 import pytest
 from rollout_scripts import EOS, IDS, SYMBOLS, ids, right_calls
@@ -215,6 +216,15 @@ async def test_a_cancelled_episode_is_stopped_and_not_committed():
                 await asyncio.sleep(0.01)
         assert made.episodes == []
         assert made.engine.stats()["running"] == 0
+        assert made.gateway.stats()["gateway/open_episodes"] == 0
+
+
+async def test_a_task_that_cannot_be_sent_fails_alone():
+    async with bench() as made:
+        odd = msgspec.structs.replace(lease("outcome", 0), task=Task("train", 0, 0, {"kind": "outcome", "n": 10**30}))
+        failed, fine = await made.play(odd, lease("outcome", 1))
+        assert failed.error.startswith("task: message=Start cannot be sent")
+        assert fine.error is None
         assert made.gateway.stats()["gateway/open_episodes"] == 0
 
 

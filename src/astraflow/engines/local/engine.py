@@ -121,6 +121,11 @@ class LocalEngine:
         """Longest prompt plus generation, in tokens."""
         return self._max_context
 
+    @property
+    def ended(self) -> Future[EngineError]:
+        """Why it serves no more, once that is so."""
+        return self._inbox.ended
+
     def stats(self) -> dict[str, float]:
         """Counters and gauges of the contract."""
         return {

@@ -52,6 +52,8 @@ class Inbox:
         self._swaps: deque[Swap] = deque()
         self._cancels = False
         self._error: EngineError | None = None
+        self.ended: Future[EngineError] = Future()
+        self.ended.set_running_or_notify_cancel()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -126,7 +128,7 @@ class Inbox:
             swap.future.set_exception(error)
 
     def fail(self, error: EngineError) -> None:
-        """End the engine: everything pending fails with `error`. Only the first call counts."""
+        """End the engine: everything pending fails with `error`, once `ended` says so. Only the first call counts."""
         with self._wake:
             if self._error is not None:
                 return
@@ -137,6 +139,7 @@ class Inbox:
             self._waiting.clear()
             self._swaps.clear()
             self._wake.notify()
+        self.ended.set_result(error)
         for future in futures:
             future.set_exception(error)
 

@@ -121,7 +121,7 @@ class Channel(asyncio.Protocol):
     def send(self, message: Message) -> None:
         """Queue a frame; it leaves at the end of this loop turn. Dropped when the other end is gone.
 
-        Raises: whatever its encoding raises; WireError: it is too large. Nothing is queued then.
+        Raises: WireError: it cannot be encoded or is too large; nothing is queued then.
         """
         outgoing = self._outgoing
         start = len(outgoing)
@@ -132,9 +132,12 @@ class Channel(asyncio.Protocol):
             self._encoder.encode_into(message, outgoing, -1)
             size = len(outgoing) - start - 4
             _check_size(size)
-        except BaseException:
+        except Exception as error:
             del outgoing[start:]  # half a frame would garble all that follow
-            raise
+            raise WireError(
+                f"message={type(message).__name__} cannot be sent ({type(error).__name__}: {error}); "
+                "give plain numbers, text and lists of moderate size"
+            ) from error
         _LENGTH.pack_into(outgoing, start, size)
 
     def close(self) -> None:

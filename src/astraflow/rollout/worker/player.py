@@ -10,7 +10,7 @@ import logging
 import threading
 from typing import Any, NamedTuple
 
-from astraflow.errors import AstraFlowError, EpisodeError
+from astraflow.errors import AstraFlowError, EpisodeError, WireError
 from astraflow.observe.memory import settle_memory
 from astraflow.rollout.loop import start_in_thread
 from astraflow.rollout.worker.channel import (
@@ -112,7 +112,7 @@ class Worker:
         left_running = any(t.is_alive() for t in threads)
         try:
             self.channel.send(Done(start.slot, outcome, error, left_running))
-        except Exception as failure:  # the node must hear that the episode is over, whatever is in its outcome
+        except WireError as failure:  # the node must hear that the episode is over, whatever is in its outcome
             self.channel.send(Done(start.slot, None, self._describe(failure), left_running))
 
     async def _run(self, start: Start, threads: list[threading.Thread]) -> object:
