@@ -14,7 +14,8 @@
 | weights server      | bytes for readers  | requests (a process of its own)   | nodes; it ends with the trainer       |
 | main thread, at end | final weights      | the run to be over                | the last evaluation round             |
 
-A dataflow service that restarts is waited for up to `DATAFLOW_GONE_S`: every request is idempotent and sent again.
+A dataflow service that restarts, or whose disk is full, is waited for up to `DATAFLOW_GONE_S`, `FIRST_ANSWER_S` at the
+start: every request is idempotent and sent again. The log says what is waited for, and a stop signal ends the wait.
 `kill -9` at any point: a new process loads the newest checkpoint, is served the batches after it again, and publishes
 equal versions, which changes nothing (other content under a known version is counted and the old one kept).
 """
@@ -32,6 +33,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -49,10 +51,15 @@ from astraflow.weights.server import ServerProcess, start_server
 from astraflow.wire.messages import Resume
 
 DATAFLOW_GONE_S = 120.0
+FIRST_ANSWER_S = 30.0
 LEAVING_S = 20.0  # the same at the end of the run, when it may have left before us
 POLL_S = 2.0
 TELL_EVERY_S = 30.0
+RETRY_S = 2.0  # one try of an unreachable service, after which the wait is logged and a stop signal is seen
 GONE = 410  # HTTP: the run is over
+NO_ROOM = 507  # HTTP: the disk of the service is full
+
+T = TypeVar("T")
 
 Connect = Callable[[float], DataflowClient]  # give_up_s -> client
 
@@ -74,9 +81,12 @@ def run_trainer(dataflow: str, policy: str, run_dir: Path, *, threads: int = 0, 
 
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_stop_signals())
-        client = connect(DATAFLOW_GONE_S)
+        client = connect(RETRY_S)
         stack.callback(client.close)
-        run = client.run()
+        try:
+            run = _patient(client.run, stop, FIRST_ANSWER_S)
+        except StepInterrupted:
+            return 0
         config = config_from_json(msgspec.json.encode(run.config))
         if policy not in config.policies:
             known = ", ".join(config.policies)
@@ -93,7 +103,10 @@ def run_trainer(dataflow: str, policy: str, run_dir: Path, *, threads: int = 0, 
         stack.callback(server.stop)
         urls = (learner.store.url, _outward(server.policy_url(policy), dataflow))
         trainer = Trainer(connect, learner, server, stop)
-        trainer.resume(run.run_id, urls)
+        try:
+            trainer.resume(run.run_id, urls)
+        except StepInterrupted:
+            return 0
         settle_memory()
         with trainer.heartbeats():
             trainer.loop()
@@ -106,22 +119,28 @@ class Trainer:
 
     def __init__(self, connect: Connect, learner: Learner, server: ServerProcess, stop: threading.Event) -> None:
         self._connect, self._learner, self._server, self._stop = connect, learner, server, stop
-        self._client = connect(DATAFLOW_GONE_S)
+        self._client = connect(RETRY_S)
         self._config, self._policy = learner.config, learner.policy
         self._id = f"{self._policy}-{uuid.uuid4().hex[:12]}"
         self._failure: BaseException | None = None  # of the heartbeat thread
+        self._saved = -1  # version of the last checkpoint of this process
         self._stats = {"version": float(learner.version), "steps": 0.0, "wait_s": 0.0, "busy_s": 0.0, "tokens": 0.0}
 
     def resume(self, run_id: str, urls: tuple[str, ...]) -> None:
         """Announce this trainer, its version and its weight stores; an older trainer of the policy is replaced."""
         resume = Resume(trainer_id=self._id, version=self._learner.version, run_id=run_id, urls=urls)
-        reply = self._client.resume(self._policy, resume)
+        reply = _patient(lambda: self._client.resume(self._policy, resume), self._stop)
         log.info("trains from version %d; %d batches come again", self._learner.version, reply.replayed_batches)
 
     def loop(self) -> None:
         """All steps of the run (or those before a stop signal), and a checkpoint of the last one."""
+        with contextlib.suppress(StepInterrupted):
+            self._steps()
+        if self._saved != self._learner.version:
+            self._checkpoint()
+
+    def _steps(self) -> None:
         learner, run = self._learner, self._config.run
-        saved = -1
         while learner.version < run.steps and not self._stop.is_set():
             begin = time.perf_counter()
             batch = self._next_batch()
@@ -129,28 +148,22 @@ class Trainer:
                 break
             header, table = batch
             waited = time.perf_counter() - begin
-            try:
-                metrics = learner.train(table)
-            except StepInterrupted:
-                break
+            metrics = learner.train(table)
             if self._server.ensure():
                 log.warning("the weights server had died and was started again at %s", self._server.url)
             self._acknowledge(header, metrics, waited, time.perf_counter() - begin)
             if learner.version % run.checkpoint_every == 0:
-                saved = self._checkpoint()
-        if saved != learner.version:
-            self._checkpoint()
+                self._checkpoint()
 
     def serve_until_finished(self) -> None:
         """Keep the last versions within reach until evaluation is done, too; then the run is over."""
-        client = self._connect(LEAVING_S)
         try:
-            while not client.run().finished and not self._stop.wait(1.0):
+            while not _patient(self._client.run, self._stop, LEAVING_S).finished and not self._stop.wait(1.0):
                 self._check_heartbeats()
+        except StepInterrupted:
+            return
         except Unreachable:
             log.info("the dataflow service is gone; the run is over for %s", self._policy)
-        finally:
-            client.close()
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[None]:
@@ -182,7 +195,9 @@ class Trainer:
         while not self._stop.is_set():
             self._check_heartbeats()
             try:
-                batch = self._client.batch(self._policy, self._id, self._learner.version, wait_s=POLL_S)
+                batch = _patient(
+                    lambda: self._client.batch(self._policy, self._id, self._learner.version, wait_s=POLL_S), self._stop
+                )
             except WireError as error:
                 if _is_over(error):
                     return None
@@ -206,7 +221,7 @@ class Trainer:
         metrics |= {"perf/wait_s": waited, "perf/busy_s": wall - waited, "perf/idle_fraction": waited / wall}
         metrics["perf/loop_tokens_per_s"] = metrics["tokens"] / wall
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN
-        self._client.ack(header, self._id, finite)
+        _patient(lambda: self._client.ack(header, self._id, finite), self._stop)
         self._stats["version"] = float(header.step)
         self._stats["steps"] += 1
         self._stats["wait_s"] += waited
@@ -218,14 +233,16 @@ class Trainer:
             metrics.get("policy/entropy", math.nan), metrics.get("logprob_gap/p99", math.nan), waited, wall,
         )  # fmt: skip
 
-    def _checkpoint(self) -> int:
+    def _checkpoint(self) -> None:
         self._learner.save()
+        version = self._saved = self._learner.version
         try:
-            self._client.checkpoint(self._policy, self._id, self._learner.version)
+            _patient(lambda: self._client.checkpoint(self._policy, self._id, version), self._stop)
+        except StepInterrupted:  # the next checkpoint covers the same batches
+            log.info("ends without telling the dataflow service of checkpoint %d", version)
         except WireError as error:
             if not _is_over(error):
                 raise
-        return self._learner.version
 
     def _check_heartbeats(self) -> None:
         if self._failure is not None:
@@ -251,6 +268,30 @@ def _stop_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _patient(call: Callable[[], T], stop: threading.Event, gone_s: float = DATAFLOW_GONE_S) -> T:
+    """The answer of a service that may be out of reach for a while; says in the log what is waited for.
+
+    Raises: StepInterrupted: a stop signal came while it did not answer. WireError: refused, or no answer in `gone_s`.
+    """
+    begin, told = time.monotonic(), -math.inf
+    while True:
+        try:
+            return call()
+        except WireError as error:
+            if not isinstance(error, Unreachable) and error.status != NO_ROOM:
+                raise
+            now = time.monotonic()
+            if stop.is_set():
+                log.info("stopped while it waited for the dataflow service")
+                raise StepInterrupted from error
+            if now - begin >= gone_s:
+                raise Unreachable(f"{error}; given up after {now - begin:.0f} s", error.status) from error
+            if now - told >= TELL_EVERY_S / 3:
+                told = now
+                log.warning("waits for the dataflow service, up to %.0f s more: %s", gone_s - (now - begin), error)
+            stop.wait(0.1)
 
 
 def _is_over(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import threading
 import zlib
 
@@ -16,7 +17,7 @@ import astraflow.training.trainer as trainer_module
 from astraflow.config.schema import RunConfig
 from astraflow.dataflow.client import DataflowClient
 from astraflow.dataflow.service import create_dataflow_app, serve_dataflow
-from astraflow.errors import ConfigError, WireError
+from astraflow.errors import ConfigError, Unreachable, WireError
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import load_model
 from astraflow.training.learner import Learner
@@ -216,6 +217,67 @@ def test_a_stop_signal_writes_a_checkpoint_and_ends_well(config, tmp_path, monke
     with _dataflow(config, tmp_path) as url, _node(url):
         assert run_trainer(url, "actor", tmp_path) == 0
     assert _final(tmp_path)[0] == "step-000001" and signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.fixture
+def nobody():
+    """URL of a port where nobody answers."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_a_service_that_never_answers_is_named_while_waiting_and_given_up(nobody, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(trainer_module, "RETRY_S", 0.02)
+    monkeypatch.setattr(trainer_module, "FIRST_ANSWER_S", 0.2)
+    with pytest.raises(Unreachable, match=r"check that the service runs.*given up after"):
+        run_trainer(nobody, "actor", tmp_path)
+    assert "waits for the dataflow service, up to 0 s more: url=" + nobody in caplog.text
+
+
+def test_a_stop_signal_ends_the_wait_for_the_first_answer(nobody, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module, "RETRY_S", 0.02)
+    monkeypatch.setattr(trainer_module, "FIRST_ANSWER_S", 10.0)
+    original = trainer_module.DataflowClient.run
+
+    def signal_then_run(self):
+        signal.raise_signal(signal.SIGTERM)
+        monkeypatch.setattr(DataflowClient, "run", original)
+        return original(self)
+
+    monkeypatch.setattr(DataflowClient, "run", signal_then_run)
+    assert run_trainer(nobody, "actor", tmp_path) == 0
+
+
+def test_a_stop_signal_ends_the_wait_for_a_service_that_is_gone_and_leaves_a_checkpoint(config, tmp_path, monkeypatch):
+    def gone(*_args):
+        calls.append(1)
+        assert len(calls) < 20, "it asks on and on"
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        raise Unreachable("url=here gave no answer; for this test")
+
+    calls = []
+    for name in ("ack", "checkpoint"):
+        monkeypatch.setattr(DataflowClient, name, gone)
+    with _dataflow(config, tmp_path) as url, _node(url):
+        assert run_trainer(url, "actor", tmp_path) == 0
+    assert _final(tmp_path)[0] == "step-000001"
+
+
+def test_a_full_disk_of_the_service_is_waited_for(config, tmp_path, monkeypatch):
+    original, refused = DataflowClient.ack, []
+
+    def ack(self, header, *more):
+        if len(refused) < 3:
+            refused.append(header.step)
+            raise WireError("journal=here cannot be written (full); make room on the disk", 507)
+        original(self, header, *more)
+
+    monkeypatch.setattr(DataflowClient, "ack", ack)
+    with _dataflow(config, tmp_path) as url, _node(url):
+        assert run_trainer(url, "actor", tmp_path) == 0
+    assert refused == [1, 1, 1] and _final(tmp_path)[0] == "step-000004"
 
 
 def test_an_unknown_policy_is_named(config, tmp_path):
