@@ -7,35 +7,56 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from astraflow.errors import Unreachable
+from astraflow.errors import Unreachable, WireError
 from astraflow.rollout.loop import in_thread
 from astraflow.types import Episode
+from astraflow.wire.client import DISK_FULL
 
+R = TypeVar("R")
 log = logging.getLogger("astraflow.node")
 MAX_EPISODES = 256  # of one request
 _PAUSE_S = 0.5
 
 
 class Reach:
-    """How long the dataflow service has been out of reach, over all loops of a node."""
+    """How long the dataflow service has been out of reach, over all loops of a node; asks again meanwhile."""
 
     def __init__(self, give_up_s: float) -> None:
         self.give_up_s = give_up_s
         self._last = time.monotonic()
         self.num_failures = 0
 
-    def ok(self) -> None:
-        """It answered."""
-        self._last = time.monotonic()
+    async def ask(self, what: str, request: Callable[[], R]) -> R:
+        """What `request` returns, which blocks and is called on a thread; again while the service is away or its disk
+        is full.
 
-    def failed(self, error: Unreachable) -> None:
-        """It did not. Raises: Unreachable: it has not answered for `give_up_s`."""
+        Raises: Unreachable: no loop got an answer for `give_up_s`. WireError: it refused, or its disk has been full
+        for this request for `give_up_s`.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                reply = await in_thread(request, what)
+            except Unreachable as error:
+                self._failed(error, self._last)
+            except WireError as error:
+                self._last = time.monotonic()
+                if error.status != DISK_FULL:
+                    raise
+                self._failed(error, began)
+            else:
+                self._last = time.monotonic()
+                return reply
+            await asyncio.sleep(_PAUSE_S)
+
+    def _failed(self, error: WireError, since: float) -> None:
         self.num_failures += 1
-        silent_s = time.monotonic() - self._last
-        if silent_s > self.give_up_s:
-            raise Unreachable(f"{error}; given up after {silent_s:.0f} s without any answer") from error
-        log.warning("no answer for %.0f s: %s", silent_s, error)
+        lasted_s = time.monotonic() - since
+        if lasted_s > self.give_up_s:
+            raise type(error)(f"{error}; given up after {lasted_s:.0f} s", error.status) from error
+        log.warning("asked again, for %.0f s now: %s", lasted_s, error)
 
 
 class Committer:
@@ -67,7 +88,7 @@ class Committer:
                 await self._changed.wait()
             batch, self._pending = self._pending[:MAX_EPISODES], self._pending[MAX_EPISODES:]
             self._num_sending = len(batch)
-            for result in (await self._send(batch)).values():
+            for result in (await self.reach.ask("commit", lambda: self._commit(batch))).values():  # noqa: B023
                 kind, _, reason = result.partition(":")
                 self.results[kind] += 1
                 if kind == "refused":
@@ -84,14 +105,3 @@ class Committer:
         while self.backlog >= limit:
             self._changed.clear()
             await self._changed.wait()
-
-    async def _send(self, batch: list[Episode]) -> dict[str, str]:
-        while True:
-            try:
-                results = await in_thread(lambda: self._commit(batch), "commit")
-            except Unreachable as error:
-                self.reach.failed(error)
-                await asyncio.sleep(_PAUSE_S)
-            else:
-                self.reach.ok()
-                return results

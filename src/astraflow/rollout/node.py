@@ -16,8 +16,8 @@
 | pool      | a worker that hangs or is gone | a timer                                            | `PoolLimits` |
 | engine    | the end of an engine           | the engine                                         | -            |
 
-A loop that ends by an error ends the node, by name. The service may be away for `give_up_s`: episodes in play go on and
-are committed afterwards.
+A loop that ends by an error ends the node, by name. The service may be away, or out of disk, for `give_up_s`: episodes
+in play go on and are committed afterwards.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from astraflow.config.env import cache_dir
 from astraflow.config.schema import RunConfig
 from astraflow.contracts import Engine
 from astraflow.dataflow.client import DataflowClient
-from astraflow.errors import Unreachable, WireError
+from astraflow.errors import WireError
 from astraflow.observe.logs import setup_logging
 from astraflow.observe.memory import settle_memory
 from astraflow.rollout.commit import Committer, Reach
@@ -56,10 +55,8 @@ from astraflow.wire.app import bind, serve
 from astraflow.wire.messages import Join, RunReply
 
 log = logging.getLogger("astraflow.node")
-R = TypeVar("R")
 
 POLL_S = 20.0  # longest wait of one request for leases
-_PAUSE_S = 0.5
 _START_S = 30.0  # a service that has never answered is given up earlier
 _SWITCH_S = 0.0005  # the engine's thread and the loop share the interpreter; the default of 5 ms stalls calls
 
@@ -140,7 +137,7 @@ class _Node:
 
     async def live(self) -> None:
         """Join, build, play until told to leave."""
-        reply = await self._ask("run", self._client.run)
+        reply = await self._reach.ask("run", self._client.run)
         self._reach.give_up_s = self._options.give_up_s
         if reply.finished:
             log.info("the run is over already")
@@ -242,7 +239,7 @@ class _Node:
         assert join is not None
         if self._runner is not None:
             self._runner.cancel_all()
-        reply = await self._ask("join", lambda: self._client.join(join))
+        reply = await self._reach.ask("join", lambda: self._client.join(join))
         self._hear(reply.versions, False)
         return reply.heartbeat_s
 
@@ -250,7 +247,7 @@ class _Node:
         while True:
             stats, versions = self._stats.read(), self._stats.versions()
             try:
-                reply = await self._ask("heartbeat", lambda: self._client.heartbeat(self._id, stats, versions))  # noqa: B023
+                reply = await self._reach.ask("heartbeat", lambda: self._client.heartbeat(self._id, stats, versions))  # noqa: B023
             except WireError as error:
                 await self._refused(error)
             else:
@@ -268,7 +265,7 @@ class _Node:
             count = await runner.room(max(1, capacity // 8))
             request_id = uuid.uuid4().hex  # a request whose answer is lost is asked again, and gets the same leases
             try:
-                reply = await self._ask(
+                reply = await self._reach.ask(
                     "leases",
                     lambda: self._client.lease(self._id, count, wait_s=POLL_S, request_id=request_id),  # noqa: B023
                 )
@@ -293,21 +290,6 @@ class _Node:
             await asyncio.sleep(min(self._options.limits.pulse_s, runner.patience_s))
             runner.start_waiting()
             runner.expire_waiting()
-
-    async def _ask(self, what: str, request: Callable[[], R]) -> R:
-        """One request to the dataflow service, on a thread; goes on asking while it is away.
-
-        Raises: Unreachable: for too long. WireError: it refused.
-        """
-        while True:
-            try:
-                reply = await in_thread(request, what)
-            except Unreachable as error:
-                self._reach.failed(error)
-                await asyncio.sleep(_PAUSE_S)
-            else:
-                self._reach.ok()
-                return reply
 
 
 async def _raise_when_ended(engine: Engine) -> None:

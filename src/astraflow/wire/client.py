@@ -2,6 +2,7 @@
 
 All requests of the protocol are idempotent, so a request whose answer was lost is sent again: a refused or reset
 connection is retried with backoff until `give_up_s` has passed, then `Unreachable` names the URL and the wait.
+So is a 507: the service lives and cannot write; what it said is raised when that goes on for `give_up_s`.
 A service that accepts and never answers is cut by `timeout_s` and counts as unreachable. Bulk bodies are read with
 `readinto` into one buffer (measured twice as fast as collecting pieces).
 """
@@ -23,12 +24,14 @@ from astraflow.wire.local import BODY_HEADER, HOST_HEADER, MIN_BYTES, SharedBodi
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 
 R = TypeVar("R")
+DISK_FULL = 507
 _PIECE = 1 << 20
 """urllib3's readinto reads into a buffer of its own first: a small one stays in the cache (measured: twice as fast)."""
 
 
 class HttpClient:
-    """Requests to one base URL. `token`: bearer token. `give_up_s`: how long an unreachable service is retried."""
+    """Requests to one base URL. `token`: bearer token. `give_up_s`: how long an unreachable service is retried, and
+    one whose disk is full."""
 
     def __init__(
         self,
@@ -141,18 +144,28 @@ class HttpClient:
         headers = {**self._headers, "content-type": content_type, **(extra or {})}
         deadline = time.monotonic() + self.give_up_s
         attempt = 0
+        failure: WireError
+        cause: BaseException | None
         while True:
             try:
                 return self._once(method, path, data, headers, wait_s)
             except urllib3.exceptions.HTTPError as error:
-                attempt += 1
-                pause = min(2.0, 0.05 * 2**attempt) * random.uniform(0.5, 1.0)
-                if time.monotonic() + pause > deadline or self._stop.wait(pause):
-                    raise Unreachable(
-                        f"url={self.base_url}{path} gave no answer in {self.give_up_s:.0f} s ({_reason(error)}); "
-                        "check that the service runs and that the URL and port are right"
-                    ) from error
-                self.num_retries += 1
+                failure, cause = self._unreachable(path, error), error
+            except WireError as error:
+                if error.status != DISK_FULL:
+                    raise
+                failure, cause = error, error.__cause__
+            attempt += 1
+            pause = min(2.0, 0.05 * 2**attempt) * random.uniform(0.5, 1.0)
+            if time.monotonic() + pause > deadline or self._stop.wait(pause):
+                raise failure from cause
+            self.num_retries += 1
+
+    def _unreachable(self, path: str, error: Exception) -> WireError:
+        return Unreachable(
+            f"url={self.base_url}{path} gave no answer in {self.give_up_s:.0f} s ({_reason(error)}); "
+            "check that the service runs and that the URL and port are right"
+        )
 
     def _once(
         self, method: str, path: str, data: bytes | memoryview | None, headers: Mapping[str, str], wait_s: float

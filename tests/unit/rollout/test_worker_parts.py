@@ -122,13 +122,14 @@ def episode(number):
 class Sink:
     """A dataflow service that keeps what it is sent, after `failures` times no answer."""
 
-    def __init__(self, failures=0, results=None):
+    def __init__(self, failures=0, results=None, error=None):
         self.failures, self.results, self.batches = failures, results, []
+        self.error = error or Unreachable("url=x gave no answer")
 
     def __call__(self, episodes):
         if self.failures:
             self.failures -= 1
-            raise Unreachable("url=x gave no answer")
+            raise self.error
         self.batches.append([e.episode_id for e in episodes])
         return self.results or {e.episode_id: "accepted" for e in episodes}
 
@@ -160,6 +161,21 @@ async def test_a_commit_is_repeated_while_the_service_is_away():
     committer = await committed(sink, 3)
     assert sink.batches == [["e0", "e1", "e2"]]
     assert committer.reach.num_failures == 2
+
+
+async def test_a_commit_is_repeated_while_the_disk_is_full_and_given_up_in_the_end():
+    full = WireError("journal=x cannot be written; make room", 507)
+    sink = Sink(failures=2, error=full)
+    committer = await committed(sink, 3)
+    assert (sink.batches, committer.reach.num_failures) == ([["e0", "e1", "e2"]], 2)
+    with pytest.raises(WireError, match="cannot be written; make room; given up after") as caught:
+        await committed(Sink(failures=99, error=full), 1, give_up_s=0.1)
+    assert caught.value.status == 507
+
+
+async def test_a_refused_commit_is_not_repeated():
+    with pytest.raises(WireError, match="column"):
+        await committed(Sink(failures=1, error=WireError("column=a is missing", 422)), 1)
 
 
 async def test_refused_and_duplicate_episodes_are_counted():

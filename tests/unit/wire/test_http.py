@@ -41,6 +41,17 @@ from astraflow.wire.codec import read_stream, write_stream
 from astraflow.wire.local import host_identity
 from astraflow.wire.messages import Ok
 
+FULL = 0
+"""How many requests the disk is still full for."""
+
+
+async def full(request: Request) -> Response:
+    global FULL
+    FULL -= 1
+    if FULL >= 0:
+        raise JournalError("journal", "x", "cannot be written", "free some disk")
+    return json_reply(Ok())
+
 
 async def echo(request: Request) -> Response:
     return json_reply(await read_json(request, Ok))
@@ -65,6 +76,7 @@ def running(token: str | None = None) -> Iterator[str]:
         Route("/echo", echo, methods=["POST"]),
         Route("/bulk", bulk, methods=["POST"]),
         Route("/fail/{kind}", fail),
+        Route("/full", full, methods=["POST"]),
     ]
     url: list[str] = []
     ready = threading.Event()
@@ -117,7 +129,7 @@ def test_bulk_of_several_pieces_comes_back_in_one_buffer(shared: bool, monkeypat
 )
 def test_an_error_reaches_the_caller_as_the_same_sentence(kind: str, status: int, text: str) -> None:
     with running() as url, pytest.raises(WireError, match=text) as caught:
-        HttpClient(url).json("GET", f"/fail/{kind}", None, Ok)
+        HttpClient(url, give_up_s=0.1).json("GET", f"/fail/{kind}", None, Ok)
     assert caught.value.status == status
 
 
@@ -208,3 +220,16 @@ def test_a_pickle_sent_to_a_service_is_refused() -> None:
         sock.sendall(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(bomb) + bomb)
         answer = sock.recv(65536)
     assert answer.startswith(b"HTTP/1.1 422")
+
+
+def test_a_full_disk_is_waited_for_and_said_after_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as url:
+        monkeypatch.setitem(globals(), "FULL", 2)
+        client = HttpClient(url)
+        assert client.json("POST", "/full", Ok(), Ok) == Ok()
+        assert client.num_retries == 2
+        monkeypatch.setitem(globals(), "FULL", 10**9)
+        client = HttpClient(url, give_up_s=0.3)
+        with pytest.raises(WireError, match="journal=x cannot be written") as caught:
+            client.json("POST", "/full", Ok(), Ok)
+        assert caught.value.status == 507 and client.num_retries > 0
