@@ -35,19 +35,26 @@ def _live(url: str) -> dict[str, Any]:
 def _of_directory(path: Path) -> dict[str, Any]:
     import json
 
+    from astraflow.launch.report import summary_of
     from astraflow.launch.rundir import RunDirectory
 
     directory = RunDirectory(path)
-    directory.config()  # says clearly when there is no run here
+    config = directory.config()  # says clearly when there is no run here
     if directory.ready_file.exists():
         try:
             return _live(json.loads(directory.ready_file.read_text())["url"])
         except WireError:
-            pass  # the service is gone: the report says how it ended
-    summary = directory.report / "summary.json"
-    if not summary.exists():
-        raise LaunchError("run directory", str(path), "is not running and has no report", "go on with it by --resume")
-    return dict(json.loads(summary.read_text()))
+            pass  # the service is gone: what it wrote says how it ended
+    summary, metrics = directory.report / "summary.json", directory.metrics
+    if summary.exists() and not (metrics.exists() and metrics.stat().st_mtime > summary.stat().st_mtime):
+        return dict(json.loads(summary.read_text()))
+    written = summary_of(directory)
+    if not written["steps"]:
+        raise LaunchError("run directory", str(path), "is not running and made no step", "go on with it by --resume")
+    steps = [written["versions"].get(policy, 0) for policy in config.policies]
+    over = min(steps) >= config.run.steps
+    state = "finished" if over else f"ended at step {min(steps)} of {config.run.steps}; go on with it by --resume"
+    return {"run": config.run.name, "state": state, "report": f"astraflow report {path} writes it", **written}
 
 
 def lines_of(reply: dict[str, Any], indent: str = "") -> list[str]:

@@ -90,7 +90,10 @@ def try_out(
     """Play one task and print the conversation token by token as the policy saw it, and the reward."""
     from astraflow.launch.play import PlayOptions, choose_task, conversation, play
 
-    config, models = open_model(model, recipe, policy, ctx.args)
+    overrides = list(ctx.args)
+    if prompt.startswith("--"):  # typer takes the first unknown option for the text
+        overrides, prompt = [prompt, *overrides], ""
+    config, models = open_model(model, recipe, policy, overrides)
     task, graded = choose_task(config, source or default_source(config), row, prompt)
     (episode,) = play(config, models, [task], PlayOptions(1, temperature, 1))
     typer.echo(f"task  {json.dumps(task.fields, ensure_ascii=False)}")
@@ -126,12 +129,12 @@ def open_model(model: str, recipe: str, policy: str, overrides: list[str]) -> tu
     config = open_run(recipe or str(run.config_file if run else ""), overrides)
     name = choose_policy(config, policy)
     models = {p: section.model for p, section in config.policies.items()}
-    if run is not None:
-        models |= {p: str(found) for p in models if (found := run.newest_checkpoint(p)) is not None}
+    newest = {p: run.newest_checkpoint(p) for p in models} if run is not None else {}
+    models |= {p: str(found) for p, found in newest.items() if found is not None}
     if run is None or path.resolve() != run.path.resolve():
         models[name] = model
-    elif run.newest_checkpoint(name) is None:
-        raise LaunchError("run directory", model, f"has no checkpoint of {name} yet", "wait for its first one")
+    elif newest[name] is None:
+        raise LaunchError("run directory", model, f"has no whole checkpoint of {name}", "wait for its first one")
     return config, {p: str(model_directory(m, cache_dir(), config.run.seed)) for p, m in models.items()}
 
 

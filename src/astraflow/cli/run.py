@@ -22,6 +22,11 @@ def open_run(recipe: str, overrides: list[str]) -> RunConfig:
     from astraflow.config.load import config_from_json, load_run
     from astraflow.launch.recipes import recipe_path
 
+    for word in overrides:  # every setting has a section
+        if word.startswith("-") and "." not in word.partition("=")[0]:
+            raise ConfigError(
+                recipe, [f"option={word!r} is neither an option of this command nor --section.key=value; see --help"]
+            )
     path = recipe_path(recipe)
     if path.suffix != ".json":
         return load_run(path, join_pairs(overrides))
@@ -52,7 +57,7 @@ def run(
     Change any setting after the recipe, for example: astraflow run quickstart --run.steps=5 --run.seed=1
     """
     from astraflow.config.env import token_from_env
-    from astraflow.launch.checks import check_play, missing_for
+    from astraflow.launch.checks import check_start
     from astraflow.launch.plan import plan_processes
     from astraflow.wire.app import check_bind
 
@@ -67,10 +72,7 @@ def run(
             typer.echo(f"{spec.name}: {spec.threads} thread{'s' if spec.threads > 1 else ''}{when}")
         typer.echo(f"run directory: {Path(config.run.directory) / config.run.name}")
         return
-    problems = missing_for(config)
-    if problems:
-        raise ConfigError("this machine", problems)
-    check_play(config)
+    check_start(config, here=True)
     _launch(config, resume=resume, token=token, cores=cores)
 
 
@@ -115,12 +117,14 @@ def validate(
 ) -> None:
     """Check a run file and say everything that is wrong with it."""
     from astraflow.config.load import dump_for_people
-    from astraflow.launch.checks import check_play
+    from astraflow.launch.checks import check_start
 
     config = open_run(recipe, ctx.args)
-    rows = check_play(config)
+    rows, missing = check_start(config, here=False)
     if show:
         typer.echo(dump_for_people(config))
         return
     counts = ", ".join(f"{name} {count} rows" for name, count in rows.items())
     typer.echo(f"{recipe} is valid: {config.run.steps} steps of {', '.join(config.policies)}; sources: {counts}")
+    for problem in missing:
+        typer.echo(f"this machine cannot start it yet: {problem}")

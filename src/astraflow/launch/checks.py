@@ -17,7 +17,7 @@ from typing import Any
 from astraflow.config.env import cache_dir
 from astraflow.config.rooms import build
 from astraflow.config.schema import RunConfig
-from astraflow.errors import AstraFlowError, SourceError
+from astraflow.errors import AstraFlowError, ConfigError, SourceError
 from astraflow.workflows.load import build_workflow
 from astraflow.workflows.single_turn import SingleTurn
 
@@ -44,8 +44,23 @@ class Check:
     fix: str = ""
 
 
-def missing_for(config: RunConfig) -> list[str]:
-    """Packages and models that this run needs and this machine lacks, one sentence each."""
+def check_start(config: RunConfig, *, here: bool) -> tuple[dict[str, int], list[str]]:
+    """Everything that can be known of a run before it starts: one set of checks for `run` and `validate`.
+
+    Args: here: the run starts on this machine, so packages that it lacks are an error.
+    Returns: the rows of each source; with `here` false the packages that this machine lacks for the run.
+    Raises: ConfigError: packages or models are missing. What `check_play` raises.
+    """
+    missing = missing_packages(config)
+    problems = missing if here else []
+    problems = problems or ([] if missing else model_problems(config))
+    if problems:
+        raise ConfigError("this machine" if missing else "policies", problems)
+    return check_play(config), missing
+
+
+def missing_packages(config: RunConfig) -> list[str]:
+    """Packages that this run needs and this machine lacks, one sentence each."""
     needed = list(TORCH_STACK)
     for policy in config.policies.values():
         needed += BUILT_IN_MODELS.get(policy.model, ())
@@ -54,11 +69,13 @@ def missing_for(config: RunConfig) -> list[str]:
         if find_spec(module) is None:
             fix = FIXES.get(module, "pip install 'astraflow[train,serve]'")
             problems.append(f"package={module} is not installed and this run needs it; {fix}")
-    return problems or _model_problems(config)
+    return problems
 
 
-def _model_problems(config: RunConfig) -> list[str]:
-    """Models that are no built-in names are looked at by the registry, whose import loads torch."""
+def model_problems(config: RunConfig) -> list[str]:
+    """Models that cannot be used, one sentence each. Only the registry knows those without a built-in name; its import
+    loads torch.
+    """
     problems = []
     for name, policy in config.policies.items():
         if policy.model not in BUILT_IN_MODELS:

@@ -43,19 +43,27 @@ def write_report(run_dir: Path, status: Mapping[str, Any] | None = None) -> Path
     directory = RunDirectory(Path(run_dir))
     report = directory.report
     report.mkdir(parents=True, exist_ok=True)
-    kept = report / "status.json"
     if status:
-        kept.write_text(json.dumps(status, indent=1), encoding="utf-8")
-    elif kept.exists():
-        status = json.loads(kept.read_text(encoding="utf-8"))
-    rows: Sequence[Row] = read_jsonl(directory.path / "metrics.jsonl")
+        _kept(directory).write_text(json.dumps(status, indent=1), encoding="utf-8")
+    rows: Sequence[Row] = read_jsonl(directory.metrics)
     config = config_from_json(directory.config_file.read_bytes()) if directory.config_file.exists() else None
-    summary = summarise(rows, status or None)
+    summary = summary_of(directory, rows)
     (report / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     pictures = _draw(rows, report, config.run.name if config else directory.path.name)
     page = _page(directory, config, summary, rows, pictures)
     (report / "summary.md").write_text(page, encoding="utf-8")
     return report
+
+
+def summary_of(directory: RunDirectory, rows: Sequence[Row] | None = None) -> dict[str, Any]:
+    """The content of summary.json, of what the run wrote so far. `rows`: its metrics where they are known."""
+    kept = _kept(directory)
+    status = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
+    return summarise(read_jsonl(directory.metrics) if rows is None else rows, status)
+
+
+def _kept(directory: RunDirectory) -> Path:
+    return directory.report / "status.json"
 
 
 def _page(

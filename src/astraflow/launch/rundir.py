@@ -10,6 +10,7 @@ from pathlib import Path
 from astraflow.config.load import config_from_json
 from astraflow.config.schema import RunConfig
 from astraflow.errors import LaunchError
+from astraflow.models.checkpoints import latest_checkpoint
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,8 @@ class RunDirectory:
         return self.logs / f"{process}.log"
 
     def newest_checkpoint(self, policy: str) -> Path | None:
-        """The checkpoint of the highest step of `policy`, or None."""
-        found = sorted(p for p in (self.checkpoints / policy).glob("step-*") if p.is_dir() and p.name[5:].isdigit())
-        return found[-1] if found else None
+        """The whole checkpoint of the highest step of `policy`, or None; logs damaged newer ones."""
+        return latest_checkpoint(self.checkpoints / policy)
 
     def config(self) -> RunConfig:
         """The settings of the run as it was last started.

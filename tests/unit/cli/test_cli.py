@@ -16,6 +16,7 @@ from astraflow.config.load import resolved_json
 from astraflow.errors import ConfigError, LaunchError
 from astraflow.launch.claim import claim
 from astraflow.launch.recipes import recipe_names
+from astraflow.launch.rundir import write_ready
 from astraflow.wire.app import bind
 
 ERROR_FORM = r"error: .+=.+; .+"
@@ -47,7 +48,12 @@ def test_all_problems_of_a_run_file_at_once(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_wrong_option_of_run_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "override='--dry-rn'" in failing(["run", "quickstart", "--dry-rn"], capsys, 2)
+    assert "option='--dry-rn' is neither" in failing(["run", "quickstart", "--dry-rn"], capsys, 2)
+
+
+def test_a_wrong_option_of_try_is_said_to_be_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run.resolved.json").write_text(resolved_json(open_run("quickstart", [])))
+    assert "option='--prompt' is neither" in failing(["try", str(tmp_path), "--prompt", "zz"], capsys, 2)
 
 
 def test_debug_shows_where_an_error_came_from(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,8 +118,9 @@ def test_a_missing_model_is_named_before_anything_starts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    err = failing(["run", "quickstart", "--policies.actor.model=tiny-chr"], capsys, 2)
-    assert "policies.actor.model=tiny-chr" in err and "did you mean 'tiny-char'?" in err
+    for verb in ("run", "validate"):
+        err = failing([verb, "quickstart", "--policies.actor.model=tiny-chr"], capsys, 2)
+        assert "policies.actor.model=tiny-chr" in err and "did you mean 'tiny-char'?" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -182,13 +189,28 @@ def test_status_of_what_is_no_run(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 def test_status_of_a_run_that_ended_is_its_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "run.resolved.json").write_text(resolved_json(open_run("quickstart", [])))
-    assert "has no report" in failing(["status", str(tmp_path)], capsys, 1)
+    assert "made no step" in failing(["status", str(tmp_path)], capsys, 1)
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "summary.json").write_text(
         json.dumps({"steps": 3, "reward": {"start": 0.123456, "end": 1.0}})
     )
     assert main(["status", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == ["steps: 3", "reward:", "  start: 0.1235", "  end: 1"]
+
+
+@pytest.mark.parametrize(("steps", "state"), [(3, "finished"), (4, "ended at step 3 of 4; go on with it by --resume")])
+def test_status_of_a_run_by_hand_that_ended_is_what_it_wrote(
+    steps: int, state: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = open_run("quickstart", [f"--run.steps={steps}"])
+    (tmp_path / "run.resolved.json").write_text(resolved_json(config))
+    rows = [{"kind": "step", "policy": "actor", "step": step, "reward/mean": 0.5} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_ready(tmp_path / "dataflow" / "ready.json", "http://127.0.0.1:9")
+    assert main(["status", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"state: {state}" in lines and "steps: 3" in lines
+    assert f"report: astraflow report {tmp_path} writes it" in lines
 
 
 def test_lines_of_nested_facts() -> None:

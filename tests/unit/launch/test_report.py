@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from astraflow.config.load import check_run, resolved_json
 from astraflow.launch import report as module
 from astraflow.launch.report import terminal_curve, write_report
+from astraflow.models.checkpoints import STATE, StateFile
 
 PNG = b"\x89PNG"
 
@@ -45,10 +47,16 @@ def write_config(run_dir: Path) -> None:
     (run_dir / "run.resolved.json").write_text(resolved_json(config))
 
 
+def write_checkpoint(place: Path) -> None:
+    (place / STATE).mkdir(parents=True)
+    head = StateFile(version=12, step=12, skipped=0, skipped_in_a_row=0, audit_versions=[], files={})
+    (place / STATE / "state.json").write_bytes(msgspec.json.encode(head))
+
+
 def test_a_finished_run_leaves_everything(tmp_path: Path) -> None:
     write_rows(tmp_path)
     write_config(tmp_path)
-    (tmp_path / "checkpoints" / "actor" / "step-000012").mkdir(parents=True)
+    write_checkpoint(tmp_path / "checkpoints" / "actor" / "step-000012")
     status = {"time_s": 61.0, "accounting": {"admitted": 240, "trained": 192, "dropped": {"stale": 48}, "in_flight": 0}}
     report = write_report(tmp_path, status)
     assert report == tmp_path / "report"

@@ -3,7 +3,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
+
 from astraflow.launch.rundir import RunDirectory, read_ready, tail, write_ready
+from astraflow.models.checkpoints import STATE, StateFile
 
 
 def test_the_ready_file_speaks_for_one_process_only(tmp_path: Path) -> None:
@@ -14,13 +17,22 @@ def test_the_ready_file_speaks_for_one_process_only(tmp_path: Path) -> None:
     assert read_ready(path, os.getpid() + 1) is None
 
 
-def test_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None:
+def test_newest_checkpoint_is_the_whole_one_of_the_highest_step(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert directory.newest_checkpoint("actor.v1") is None
     for name in ("step-000002", "step-000010", "step-000003.partial"):
-        (directory.checkpoints / "actor.v1" / name).mkdir(parents=True)
+        place = directory.checkpoints / "actor.v1" / name
+        (place / STATE).mkdir(parents=True)
+        (place / "model.safetensors").write_bytes(b"abc")
+        head = StateFile(
+            version=1, step=1, skipped=0, skipped_in_a_row=0, audit_versions=[], files={"model.safetensors": 3}
+        )
+        (place / STATE / "state.json").write_bytes(msgspec.json.encode(head))
     newest = directory.newest_checkpoint("actor.v1")
     assert newest is not None and newest.name == "step-000010"
+    (newest / "model.safetensors").write_bytes(b"ab")
+    newest = directory.newest_checkpoint("actor.v1")
+    assert newest is not None and newest.name == "step-000002"
 
 
 def test_tail_gives_the_last_lines(tmp_path: Path) -> None:
