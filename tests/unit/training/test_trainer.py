@@ -238,11 +238,12 @@ def test_a_service_that_never_answers_is_named_while_waiting_and_given_up(nobody
 def test_a_stop_signal_ends_the_wait_for_the_first_answer(nobody, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "RETRY_S", 0.02)
     monkeypatch.setattr(trainer_module, "FIRST_ANSWER_S", 10.0)
-    original = trainer_module.DataflowClient.run
+    original, calls = DataflowClient.run, []
 
     def signal_then_run(self):
-        signal.raise_signal(signal.SIGTERM)
-        monkeypatch.setattr(DataflowClient, "run", original)
+        calls.append(1)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGTERM)
         return original(self)
 
     monkeypatch.setattr(DataflowClient, "run", signal_then_run)
