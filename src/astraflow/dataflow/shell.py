@@ -32,6 +32,7 @@ from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.state import Machine
 from astraflow.dataflow.storage.identity import refuse_other_data, refuse_other_run
 from astraflow.dataflow.storage.segments import Segments
+from astraflow.dataflow.views.lines import line_of
 from astraflow.dataflow.views.nodes import PoolRates
 from astraflow.dataflow.views.rows import MetricsFile
 from astraflow.errors import JournalError
@@ -149,7 +150,8 @@ class Shell:
     def close(self) -> None:
         """Snapshot what is known and release the files."""
         try:
-            if self.crash is None:
+            self.metrics.flush()
+            if self.crash is None and not self.metrics.num_waiting:  # the log of the journal still has those rows
                 self.journal.snapshot(self.machine.snapshot(), self.now())
         except JournalError as error:
             log.error("%s", error)
@@ -173,6 +175,10 @@ class Shell:
         machine = Machine(old, self._sources, snapshot)
         for now, logged in self.journal.log():
             self._replay(machine, logged, now)
+        if self.metrics.num_waiting:  # a snapshot would forget them
+            raise JournalError(
+                "metrics", str(self.metrics.path), "cannot be written", "make room on the disk, then start again"
+            )
         if old != self.config:
             machine = Machine(self.config, self._sources, machine.snapshot())
         machine.apply(c.Reopen(), now)
@@ -242,13 +248,17 @@ class Shell:
 
     def _tell(self, event: c.Event) -> None:
         if event.kind not in _QUIET:
-            log.info("%s %s", event.kind, event.fields, extra={"event": event.kind})
+            log.info("%s", line_of(event), extra={"event": event.kind})
         for queue in self._listeners:
             if not queue.full():
                 queue.put_nowait(event)
 
     def _snapshot_when_due(self, now: float) -> None:
         if self.journal.num_since_snapshot < max(self.config.dataflow.snapshot_every, self._retry_snapshot_at):
+            return
+        self.metrics.flush()
+        if self.metrics.num_waiting:  # a snapshot would forget them
+            self._retry_snapshot_at = self.journal.num_since_snapshot + 100
             return
         try:
             self.journal.snapshot(self.machine.snapshot(), now)

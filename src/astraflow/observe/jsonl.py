@@ -21,17 +21,26 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
+        self._torn = False
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")  # a crash tore the last line: the next one must not be glued to it
 
     def append(self, row: Mapping[str, Any] | msgspec.Struct) -> None:
-        """Write one line. NaN and infinities become null; numpy scalars and arrays are taken as numbers and lists."""
+        """Write one line. NaN and infinities become null; numpy scalars and arrays are taken as numbers and lists.
+
+        Raises: OSError: the disk is full; a piece of the line may be there, and the next one is not glued to it.
+        """
         line = memoryview(msgspec.json.encode(row, enc_hook=_plain) + b"\n")
         with self._lock:
+            if self._torn:
+                os.write(self._fd, b"\n")
+                self._torn = False
             while line:  # a short write happens only on a disk that is nearly full; the next one raises
-                line = line[os.write(self._fd, line) :]
+                written = os.write(self._fd, line)
+                line = line[written:]
+                self._torn = bool(line)
 
     def close(self) -> None:
         """Close the file; appending afterwards is an error."""

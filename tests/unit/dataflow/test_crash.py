@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.records import EpisodeCommit, Part
 from astraflow.dataflow.shell import Shell
 from astraflow.errors import JournalError
+from astraflow.observe.jsonl import read_jsonl
 from astraflow.testing.dataflow import check_law, small_config, sources
 from astraflow.types import EpisodeLease
 from astraflow.wire import messages as m
@@ -157,6 +159,27 @@ async def test_a_row_of_metrics_that_was_cut_off_is_written_at_the_next_start(tm
     path.write_text(whole[0] + "\n" + whole[1][:40])
     shell(crashed).close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+async def test_a_full_disk_for_metrics_ends_nothing_and_its_rows_are_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = shell(tmp_path / "run")
+    await first.submit(commit_of(first, await begin(first)))
+
+    def full(row: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(first.metrics._writer, "append", full)
+    await first.submit(c.TakeBatch("actor", "t", 0))
+    await first.submit(c.AckBatch("actor", "actor/1", m.Ack(trainer_id="t", version=1)))
+    assert first.crash is None and first.machine.state.policies["actor"].latest == 1
+    for number in range(20):  # more than dataflow.snapshot_every
+        await first.submit(c.LeaseEpisodes("n", f"more{number}", 1))
+    assert first.journal.num_since_snapshot > 20, "a snapshot would forget the row"
+    first.close()
+    shell(tmp_path / "run").close()
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1]
 
 
 async def test_run_time_does_not_run_while_the_service_does_not(tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from astraflow.dataflow.machine.commands import MetricsRow
+from astraflow.dataflow.machine.commands import Event, MetricsRow
+from astraflow.dataflow.views.lines import line_of
 from astraflow.dataflow.views.nodes import PoolRates
 from astraflow.dataflow.views.rows import MetricsFile
 from astraflow.dataflow.views.status import status
+from astraflow.observe.jsonl import read_jsonl
 from astraflow.testing.dataflow import Desk, small_config
 
 
@@ -24,6 +28,42 @@ def test_a_row_is_written_once_also_over_restarts(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     expected = {"kind": "step", "policy": "actor", "step": 1, "time_s": 2.0, "nodes/count": 1.0, "reward/mean": 0.5}
     assert rows[0] == expected and len(rows) == 2
+
+
+def test_a_row_that_cannot_be_written_waits_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, written = tmp_path / "metrics.jsonl", os.write
+
+    def half(descriptor: int, data: bytes) -> int:
+        if len(data) < 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(descriptor, data[: len(data) - 10])
+
+    file = MetricsFile(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", half)
+        file.append(MetricsRow("step", "actor", 1, 2.0, {"reward/mean": 0.5}))
+        assert (file.num_waiting, file.num_failures) == (1, 1)
+        assert f"metrics={path} cannot be written (No space left on device), 1 rows wait" in caplog.text
+    file.append(MetricsRow("step", "actor", 2, 3.0, {}))
+    file.close()
+    assert [row["step"] for row in read_jsonl(path)] == [1, 2] and file.num_waiting == 0
+
+
+def test_an_event_is_one_short_line() -> None:
+    desk = Desk(small_config(evaluation={"source": "held", "num_tasks": 1, "samples": 1}))
+    desk.start()
+    desk.commit(desk.lease(1), [1.0])
+    while len(desk.machine.state.policies["actor"].queue) < 2:
+        desk.play(2)
+    desk.step(0)
+    lines = [line_of(i) for i in desk.instructions if isinstance(i, Event)]
+    assert "node_joined node_id=n name=n" in lines
+    assert [x for x in lines if x.startswith("step ")] == [
+        "step policy=actor step=1 reward=0.5 success=0.5 staleness=0 dropped=0 in_flight=0 queue=0"
+    ]
+    assert [x for x in lines if x.startswith("eval ")] == ["eval version=0 success=1 reward=1 tasks=1 wall_s=0"]
 
 
 def test_rates_of_the_pool_come_from_what_nodes_report() -> None:

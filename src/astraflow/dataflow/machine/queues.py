@@ -107,8 +107,9 @@ class Queues:
             )  # fmt: skip
         if version < policy.covered:
             raise Refusal(
-                409, f"policies.{name}.version={version} is older than checkpoint {policy.covered}: no batches; "
-                f"resume from checkpoint {policy.covered} or a newer one"
+                409, f"policies.{name}.version={version} is older than checkpoint {policy.covered}: its batches are "
+                "gone; a newer checkpoint is damaged (the trainer's log names it) or --run-dir is wrong: check it, "
+                f"and resume from checkpoint {policy.covered} or a newer one"
             )  # fmt: skip
         policy.trainer_id, policy.urls, policy.version = resume.trainer_id, resume.urls, version
         policy.latest = max(policy.latest, version)

@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections import deque
 from pathlib import Path
 
 from astraflow.dataflow.machine.commands import MetricsRow
 from astraflow.observe.jsonl import JsonlWriter, read_jsonl
 
+log = logging.getLogger("astraflow.dataflow")
+
 
 class MetricsFile:
     """Appends rows `{kind, policy, step, time_s, <metric>: <number>, ...}`, each at most once.
 
-    After a crash the journal is replayed, and rows whose writing was cut off are written then.
+    After a crash the journal is replayed, and rows whose writing was cut off are written then. Rows that cannot be
+    written (full disk) wait for the next one: by then their step is trained, so the service must not end for them.
     """
 
     def __init__(self, path: Path) -> None:
         _cut_torn_line(path)
         self._keys = {_key(row) for row in read_jsonl(path)}
         self._writer = JsonlWriter(path)
+        self._waiting: deque[dict[str, object]] = deque()
+        self.path, self.num_failures = path, 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that are not on the disk."""
+        return len(self._waiting)
 
     def append(self, row: MetricsRow, more: dict[str, float] | None = None) -> None:
         """Write one row, with metrics that only the service knows."""
         record = {"kind": row.kind, "policy": row.policy, "step": row.step, "time_s": round(row.time_s, 3)}
         if _key(record) not in self._keys:
             self._keys.add(_key(record))
-            self._writer.append({**record, **(more or {}), **row.metrics})
+            self._waiting.append({**record, **(more or {}), **row.metrics})
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, in order; logs when it cannot."""
+        while self._waiting:
+            try:
+                self._writer.append(self._waiting[0])
+            except OSError as error:
+                self.num_failures += 1
+                log.error(
+                    "metrics=%s cannot be written (%s), %d rows wait; make room on the disk", self.path,
+                    error.strerror, len(self._waiting),
+                )  # fmt: skip
+                return
+            self._waiting.popleft()
 
     def close(self) -> None:
         """Close the file."""
