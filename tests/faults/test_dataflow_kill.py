@@ -33,6 +33,7 @@ SERVICE = textwrap.dedent(
     from astraflow.dataflow import shell
     from astraflow.dataflow.service import run_service
     from astraflow.testing.dataflow import sources
+    from astraflow.wire.app import bind
     shell.open_sources = lambda config: sources()
     run_dir = pathlib.Path(sys.argv[1])
     config = config_from_json((run_dir / "config.json").read_text())

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from astraflow.config.recipes import description, recipe_names, recipe_path
 from astraflow.errors import LaunchError
-from astraflow.launch.recipes import description, recipe_names, recipe_path
 
 app = typer.Typer(help="List, show or copy the shipped run files.", invoke_without_command=True, rich_markup_mode=None)
 

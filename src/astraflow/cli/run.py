@@ -20,7 +20,7 @@ Recipe = Annotated[str, typer.Argument(help="A run file, or the name of a shippe
 def open_run(recipe: str, overrides: list[str]) -> RunConfig:
     """The checked run file: TOML by path or name, or the `run.resolved.json` of a run directory."""
     from astraflow.config.load import config_from_json, load_run
-    from astraflow.launch.recipes import recipe_path
+    from astraflow.config.recipes import recipe_path
 
     for word in overrides:  # every setting has a section
         if word.startswith("-") and "." not in word.partition("=")[0]:

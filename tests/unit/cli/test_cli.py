@@ -13,9 +13,9 @@ from astraflow.cli.play import choose_policy, open_model
 from astraflow.cli.run import join_pairs, open_run
 from astraflow.cli.services import joining, read_token
 from astraflow.config.load import resolved_json
+from astraflow.config.recipes import recipe_names
 from astraflow.errors import ConfigError, LaunchError
 from astraflow.launch.claim import claim
-from astraflow.launch.recipes import recipe_names
 from astraflow.launch.rundir import write_ready
 from astraflow.wire.app import bind
 
