@@ -6,6 +6,7 @@ A trajectory walks forward through the folders; the only thing that walks back i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -114,6 +115,15 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None  # "<kind>: <message>"; None: the episode ran to its end
     metrics: dict[str, float] = {}
     wall_s: float = 0.0  # duration on the node
+
+
+_ERROR_KIND = re.compile(r"[a-z][a-z0-9_]{0,31}(?=:)")
+
+
+def error_kind(error: str) -> str:
+    """The kind of `Episode.error`; "other" when it names none."""
+    found = _ERROR_KIND.match(error)
+    return found[0] if found else "other"
 
 
 class EpisodeLease(msgspec.Struct, frozen=True, kw_only=True):

@@ -95,7 +95,7 @@ class _Endpoints:
         seen.stats, seen.versions = body.stats, body.versions
         cancelled, seen.cancelled = seen.cancelled, []
         versions, finished = self._machine.leases.versions(), self._machine.finished
-        return json_reply(m.HeartbeatReply(versions, cancelled, False, finished))
+        return json_reply(m.HeartbeatReply(versions, cancelled, finished))
 
     async def drain(self, request: Request) -> Response:
         await self._shell.submit(c.DrainNode(request.path_params["node_id"]))

@@ -90,7 +90,7 @@ class Machine:
         reply = self._dispatch(command, now)
         for instruction in context.out:
             if isinstance(instruction, c.Cancel) and (seen := self.live.nodes.get(instruction.node_id)):
-                seen.cancelled.append(instruction.episode_id)
+                seen.cancelled.append((instruction.episode_id, instruction.attempt))
         return Applied(reply, context.out)
 
     def _dispatch(self, command: c.Command, now: float) -> Any:

@@ -254,8 +254,6 @@ class _Node:
                 self._hear(reply.versions, reply.finished)
                 if self._runner is not None:
                     self._runner.cancel(reply.cancelled)
-                if reply.draining and not self._leaving.is_set():
-                    self.leave("the service asked")
                 await asyncio.sleep(period_s)
 
     async def _leases(self, runner: Runner) -> None:

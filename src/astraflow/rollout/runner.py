@@ -25,7 +25,7 @@ from astraflow.rollout.gateway.dialect import failure
 from astraflow.rollout.gateway.episode import EpisodeCapture
 from astraflow.rollout.pool import WorkerPool
 from astraflow.rollout.worker.channel import Answer, Ask, Channel
-from astraflow.types import Episode, EpisodeLease, Outcome, Trajectory
+from astraflow.types import Episode, EpisodeLease, Outcome, Trajectory, error_kind
 
 log = logging.getLogger("astraflow.node")
 
@@ -126,15 +126,17 @@ class Runner:
             what = f"weights: of {', '.join(late)}" if late else "worker_killed: a worker process"
             self.end(play, None, f"{what} did not come in {play.timeout_s:.3g} s")
 
-    def cancel(self, episode_ids: Iterable[str]) -> None:
-        """Stop playing episodes whose lease is no longer ours; nothing of them is committed."""
-        for episode_id in episode_ids:
-            if (play := self._plays.get(episode_id)) is not None:
+    def cancel(self, attempts: Iterable[tuple[str, int]]) -> None:
+        """Stop playing these (episode id, attempt) whose lease is no longer ours; nothing of them is committed. A later
+        attempt goes on."""
+        for episode_id, attempt in attempts:
+            if (play := self._plays.get(episode_id)) is not None and play.lease.attempt <= attempt:
                 self._abandon(play)
 
     def cancel_all(self) -> None:
         """Stop everything; nothing of it is committed."""
-        self.cancel(list(self._plays))
+        for play in list(self._plays.values()):
+            self._abandon(play)
 
     @property
     def patience_s(self) -> float:
@@ -215,7 +217,10 @@ class Runner:
             return
         wall_s = time.monotonic() - play.received
         episode = build_episode(capture, self._options.node_id, outcome, error, wall_s)
-        self.endings["done" if episode.error is None else episode.error.partition(":")[0]] += 1
+        kind = "done" if episode.error is None else error_kind(episode.error)
+        if episode.error is not None and kind not in self.endings:
+            log.warning("%s failed: %s (others of this kind are counted only)", lease.episode_id, episode.error)
+        self.endings[kind] += 1
         self._on_episode(episode)
 
 

@@ -85,8 +85,7 @@ class HeartbeatReply(msgspec.Struct):
     """What changed since."""
 
     versions: dict[str, WeightVersion]
-    cancelled: list[str] = []  # episode ids whose lease is no longer held: stop playing them
-    draining: bool = False  # finish what you hold, then leave
+    cancelled: list[tuple[str, int]] = []  # (episode id, attempt) no longer held: stop playing it, not a later attempt
     finished: bool = False  # the run is over: leave
 
 

@@ -165,7 +165,7 @@ def test_an_episode_whose_attempts_are_all_lost_counts_as_failed_and_its_group_c
 def test_a_node_is_told_once_which_of_its_leases_are_no_longer_held(desk: Desk) -> None:
     (lease,) = desk.lease(1)
     desk.do(c.Expire(leases=[(lease.episode_id, 1)]))
-    assert desk.machine.live.nodes["n"].cancelled == [lease.episode_id]
+    assert desk.machine.live.nodes["n"].cancelled == [(lease.episode_id, 1)]
 
 
 def test_an_expiry_of_an_attempt_that_is_over_changes_nothing(desk: Desk) -> None:

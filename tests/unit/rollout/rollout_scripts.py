@@ -67,6 +67,8 @@ async def play_by_kind(task, llm):
         return Outcome(reward=np.float32(0.5), rewards_per_call={"actor": (np.float64(1),)}, metrics={"big": 10**30})
     if kind == "odd_text":
         raise ValueError("half a pair: \udcff")
+    if kind == "odd_kind":
+        raise EpisodeError("Judge! went wrong")
     if kind == "odd_error":
         raise EpisodeError("judge: half a pair: \udcff")
     if kind == "openai":

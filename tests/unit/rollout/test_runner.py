@@ -124,6 +124,18 @@ async def test_every_ending_is_data():
         assert made.runner.free == 100
 
 
+async def test_the_first_failure_of_each_kind_is_logged(caplog):
+    async with bench() as made:
+        with caplog.at_level("WARNING", "astraflow.node"):
+            await made.play(*(lease(kind, i) for i, kind in enumerate(["nan", "nan", "overlong", "odd_kind"])))
+        told = sorted(r.getMessage().split(" failed: ")[1] for r in caplog.records)
+        assert len(told) == 3
+        assert told[0].startswith("Judge! went wrong (others")
+        assert told[1].startswith("overlong: prompt_tokens=5000 must be below the maximum context length of 4096")
+        assert told[2].startswith("reward: reward=nan is not finite")
+        assert made.runner.endings == {"reward": 2, "overlong": 1, "other": 1}
+
+
 async def test_a_hanging_episode_ends_at_its_deadline_and_its_neighbours_go_on():
     async with bench() as made:
         slow, quick = await made.play(lease("hang", 0, timeout_s=0.5), lease("outcome", 1))
@@ -210,7 +222,7 @@ async def test_a_cancelled_episode_is_stopped_and_not_committed():
         async with asyncio.timeout(10):
             while not made.engine.seen:
                 await asyncio.sleep(0.01)
-        made.runner.cancel(["train/0/0/0", "train/0/1/0", "unknown"])
+        made.runner.cancel([("train/0/0/0", 1), ("train/0/1/0", 1), ("unknown", 1)])
         async with asyncio.timeout(10):
             while made.runner.endings["cancelled"] < 2:
                 await asyncio.sleep(0.01)
@@ -235,6 +247,7 @@ async def test_a_newer_attempt_replaces_an_older_one_and_a_repeated_lease_is_pla
         assert made.runner.num_in_play == 1
         made.runner.accept([lease("outcome", attempt=2)])
         assert made.runner.num_in_play == 1
+        made.runner.cancel([("train/0/0/0", 1)])  # of the attempt that is gone
         made.engine.release()
         (episode,) = await made.play(count=1)
         assert episode.attempt == 2

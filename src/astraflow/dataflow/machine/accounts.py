@@ -6,16 +6,15 @@ while one of its puts is kept.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from astraflow.dataflow.machine.commands import DropSegment, Event, Wake
 from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.records import Failed, Part, PolicyState, Put, TaskAccount
+from astraflow.types import error_kind
 
 RECENT_GROUPS = 4096
 UNSCORED = "unscored"  # reason of a group that had no reward, or failures of several kinds
-_KIND = re.compile(r"[a-z][a-z0-9_]{0,31}(?=:)")
 _MESSAGE_CHARS = 300
 
 
@@ -47,12 +46,6 @@ def settle_dropped(context: Context, name: str, group_id: str, reason: str, *, f
         policy.dropped_in_row += 1
         policy.failed_in_row += failed
         _check_anything_left(context, name, policy)
-
-
-def error_kind(error: str) -> str:
-    """The kind of an episode's error, "<kind>: <message>"."""
-    found = _KIND.match(error)
-    return found[0] if found else "other"
 
 
 def count_error(context: Context, error: str) -> None:

@@ -104,10 +104,11 @@ class DropSegment(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """The node should stop playing this episode: its lease is no longer held."""
+    """The node should stop playing this attempt: its lease is no longer held."""
 
     node_id: str
     episode_id: str
+    attempt: int
 
 
 class MetricsRow(msgspec.Struct, frozen=True):

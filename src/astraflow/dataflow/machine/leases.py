@@ -237,7 +237,7 @@ class Leases:
             episode_id = f"{group.group_id}/{k}"
             self._context.state.nodes[holder].held.pop(episode_id, None)
             group.holders[k] = None
-            self._context.out.append(Cancel(holder, episode_id))
+            self._context.out.append(Cancel(holder, episode_id, group.attempts[k]))
 
     def _close(self, group: OpenGroup) -> None:
         del self._context.state.groups[group.group_id]

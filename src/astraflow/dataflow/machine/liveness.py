@@ -16,7 +16,7 @@ class Seen:
     at: float  # run time of its last request
     stats: dict[str, float] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)  # nodes: version in force per policy
-    cancelled: list[str] = field(default_factory=list)  # nodes: to be told with the next heartbeat
+    cancelled: list[tuple[str, int]] = field(default_factory=list)  # nodes: (episode, attempt), for the next reply
     silent: bool = False  # trainers: already reported
 
 

@@ -103,12 +103,10 @@ class Gateway:
             endpoint.engine.cancel(request_id)
             if not waiter.done():
                 waiter.set_exception(_closed_error())
-            self._count_cancelled(episode)
+            self._count_cancelled()
         episode.running.clear()
         calls = {name: dense(capture.calls) for name, capture in episode.captures.items()}
-        return EpisodeCapture(
-            episode.lease, calls, episode.num_cancelled, episode.num_failed, episode.num_overlong
-        )  # fmt: skip
+        return EpisodeCapture(episode.lease, calls)
 
     def check_key(self, key: str) -> None:
         """Raise GatewayError (401, or 410 after the episode) unless `key` belongs to an open episode."""
@@ -176,7 +174,6 @@ class Gateway:
         endpoint, length = capture.endpoint, len(prompt.ids)
         room = endpoint.max_context - length
         if room < 1:
-            episode.num_overlong += 1
             self._counters["overlong"] += 1
             raise GatewayError(
                 "prompt_tokens", length,
@@ -214,25 +211,23 @@ class Gateway:
                 except asyncio.CancelledError:  # the agent went away
                     if request_id in episode.running:
                         endpoint.engine.cancel(request_id)
-                        self._count_cancelled(episode)
+                        self._count_cancelled()
                     raise
                 finally:
                     episode.running.pop(request_id, None)
         except EngineError as error:
-            raise self._engine_failure(episode, str(error)) from error
+            raise self._engine_failure(str(error)) from error
         if generation.finish_reason == "cancelled":
-            self._count_cancelled(episode)
+            self._count_cancelled()
             raise GatewayError("request", request_id, "was cancelled", "ask again if the episode goes on", 499)
         if generation.finish_reason == "error":
-            raise self._engine_failure(episode, "the generation ended in an error")
+            raise self._engine_failure("the generation ended in an error")
         return generation
 
-    def _count_cancelled(self, episode: OpenEpisode) -> None:
-        episode.num_cancelled += 1
+    def _count_cancelled(self) -> None:
         self._counters["cancelled"] += 1
 
-    def _engine_failure(self, episode: OpenEpisode, reason: str) -> GatewayError:
-        episode.num_failed += 1
+    def _engine_failure(self, reason: str) -> GatewayError:
         self._counters["engine_failures"] += 1
         return GatewayError(
             "engine", reason, "could not serve the request", "see the log of the node", 503, "engine_unavailable"

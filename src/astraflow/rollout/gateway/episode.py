@@ -27,9 +27,6 @@ class EpisodeCapture(msgspec.Struct):
 
     lease: EpisodeLease
     calls: dict[str, list[Call]]
-    num_cancelled: int = 0  # calls that still ran at the end, or whose agent went away; they are not in `calls`
-    num_failed: int = 0  # calls that an engine failed
-    num_overlong: int = 0  # calls refused because their prompt was too long
 
 
 class PolicyCapture:
@@ -45,12 +42,11 @@ class PolicyCapture:
 
 
 class OpenEpisode:
-    __slots__ = ("captures", "lease", "num_cancelled", "num_failed", "num_overlong", "running")
+    __slots__ = ("captures", "lease", "running")
 
     def __init__(self, lease: EpisodeLease, captures: dict[str, PolicyCapture]) -> None:
         self.lease, self.captures = lease, captures
         self.running: dict[str, tuple[PolicyEndpoint, asyncio.Future[Generation]]] = {}
-        self.num_cancelled = self.num_failed = self.num_overlong = 0
 
 
 class Turn(msgspec.Struct):

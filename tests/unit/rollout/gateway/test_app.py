@@ -175,4 +175,4 @@ async def test_an_agent_that_hangs_up_cancels_its_call(world: Any, url: str) -> 
         await asyncio.sleep(0.001)
     assert world.engine.cancelled == list(world.engine.held)
     capture = world.gateway.close_episode(world.key)
-    assert (capture.num_cancelled, capture.calls["actor"]) == (1, [])
+    assert (world.gateway.stats()["gateway/cancelled"], capture.calls["actor"]) == (1, [])

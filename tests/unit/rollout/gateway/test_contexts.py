@@ -75,8 +75,8 @@ async def test_the_longest_of_several_contexts_is_reused(world: Any) -> None:
     one = await world.ask([USER])
     two = await world.ask([USER, back(one), MORE])
     world.chat.encoded.clear()
-    await world.ask([USER, back(one), MORE, back(two), MORE])
-    assert world.chat.encoded == ["\n<|user|>more</s>\n<|assistant|>"]
+    await world.ask([USER, back(one), MORE, back(two), USER])
+    assert world.chat.encoded == ["\n<|user|>hi</s>\n<|assistant|>"]
 
 
 async def test_content_is_compared(world: Any) -> None:
