@@ -19,7 +19,7 @@ from astraflow.testing.runs import LaunchedRun
 from benchmarks.harness import Check, Result
 
 MAX_WALL_S, MIN_SUCCESS, MAX_START, MAX_GAP = 360.0, 0.6, 0.1, 1e-4
-MARKS = (10, 20, 40, 60, 80, 100, 120, 160, 200, 240)
+MARKS = (20, 40, 60, 80, 100, 150, 200, 300, 400)
 WINDOW = 5  # steps of one point of the reward curve
 
 

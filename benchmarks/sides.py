@@ -64,7 +64,9 @@ def run_ours(settings: Settings) -> tuple[dict[str, Any], Path]:
     """
     run = LaunchedRun.start(
         settings.folder, "quickstart", f"--run.steps={settings.steps}", f"--run.seed={settings.seed}",
-        "--run.checkpoint_every=100000", "--evaluation.every=100000", "--evaluation.num_tasks=1", *settings.words,
+        "--run.checkpoint_every=100000", "--evaluation.every=100000", "--evaluation.num_tasks=1",
+        "--policies.actor.optimizer.schedule=constant", "--policies.actor.optimizer.weight_decay=0.0",  # as the others
+        *settings.words,
         name=f"ours-{settings.seed}",
     )  # fmt: skip
     watch = CpuWatch(run.popen.pid)
