@@ -155,7 +155,6 @@ class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
     step: int  # the step this batch is for: the version that will be published after it (>= 1)
     num_groups: int
     num_episodes: int
-    lease_s: float  # extended by trainer heartbeats
     replay: bool = False  # True: served again after a resume
     metrics: dict[str, float] = {}  # reward/mean, success/mean, staleness/mean, ... of this batch
 

@@ -176,7 +176,9 @@ class DataflowSection(Strict):
     port: int = Field(0, ge=0, le=65535, description="0: any free port")
     heartbeat_s: float = Field(2.0, gt=0)
     dead_after_s: float = Field(10.0, gt=0, description="silence after which a node's leases are offered again")
-    batch_lease_s: float = Field(60.0, gt=0, description="silence after which a trainer's batch is offered again")
+    batch_lease_s: float = Field(
+        60.0, gt=0, description="silence after which a trainer is reported; its batch stays ready"
+    )
     snapshot_every: int = Field(2000, ge=10, description="journaled commands between two snapshots")
 
 

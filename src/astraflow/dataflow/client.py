@@ -59,7 +59,7 @@ class DataflowClient:
         return self._http.json("POST", f"/policies/{policy}/resume", resume, m.ResumeReply)
 
     def trainer_heartbeat(self, policy: str, trainer_id: str, stats: Mapping[str, float] | None = None) -> None:
-        """The trainer lives: extends its batch lease."""
+        """The trainer lives, and is not reported as silent."""
         body = m.TrainerHeartbeat(trainer_id=trainer_id, stats=dict(stats or {}))
         self._http.json("POST", f"/policies/{policy}/heartbeat", body, m.Ok)
 

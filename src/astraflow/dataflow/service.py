@@ -158,7 +158,6 @@ class _Endpoints:
             step=step,
             num_groups=len(batch.groups),
             num_episodes=sum(len(g.entries) for g in batch.groups),
-            lease_s=self._shell.config.dataflow.batch_lease_s,
             replay=batch.acked,
             metrics=batch.metrics,
         )
@@ -178,7 +177,11 @@ class _Endpoints:
 
     async def status(self, request: Request) -> Response:
         shell = self._shell
-        head = {"run": shell.config.run.name, "run_id": shell.run_id}
+        head = {
+            "run": shell.config.run.name,
+            "run_id": shell.run_id,
+            "metrics_rows_waiting": shell.metrics.num_waiting,
+        }
         return json_reply({**head, **status(self._machine, shell.now())})
 
     async def prometheus(self, request: Request) -> Response:

@@ -108,7 +108,7 @@ class Machine:
             case c.DrainNode():
                 self.leases.leave(command.node_id, died=False)
             case c.Expire():
-                self._expire(command, now)
+                self._expire(command)
             case c.Reopen():
                 self._reopen(now)
             case _:
@@ -140,13 +140,14 @@ class Machine:
         self.live.watch([(x.episode_id, x.attempt) for x in leases], now)
         return leases
 
-    def _expire(self, command: c.Expire, now: float) -> None:
+    def _expire(self, command: c.Expire) -> None:
         for node_id in command.nodes:
             self.leases.leave(node_id, died=True)
         if command.leases:
             self.leases.give_back(command.leases, lost=True)
         for name in command.trainers:
-            self.live.hear_trainer(name, now).silent = True
+            if (seen := self.live.trainers.get(name)) is not None:
+                seen.silent = True
             for batch in self.state.policies[name].batches.values():
                 batch.holder = ""
             limit = self.context.plan.batch_lease_s

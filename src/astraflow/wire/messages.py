@@ -147,7 +147,7 @@ class ResumeReply(msgspec.Struct):
 
 
 class TrainerHeartbeat(msgspec.Struct, kw_only=True):
-    """I live: extends my batch lease."""
+    """I live: without it `dataflow.batch_lease_s` long, the trainer is reported as silent."""
 
     trainer_id: str
     stats: dict[str, float] = {}

@@ -6,6 +6,7 @@ import pytest
 
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.records import Batch, Part
+from astraflow.dataflow.views.status import status
 from astraflow.testing.dataflow import Desk, check_law, policy_section, small_config
 
 
@@ -190,7 +191,17 @@ def test_a_silent_trainer_is_reported_once_and_loses_its_batch(desk: Desk) -> No
     assert len(events) == 1
     desk.pass_time(61)
     assert len([i for i in desk.instructions if isinstance(i, c.Event) and i.kind == "trainer_silent"]) == 1
+    assert status(desk.machine, desk.now)["policies"]["actor"]["trainer"]["silent_s"] == 122.0
     desk.ack(1)
+
+
+def test_a_trainer_that_made_all_its_steps_is_not_reported_as_silent() -> None:
+    desk = Desk(small_config(run__steps=1))
+    desk.start()
+    desk.play(4)
+    desk.step(0)
+    desk.pass_time(61)
+    assert not [i for i in desk.instructions if isinstance(i, c.Event) and i.kind == "trainer_silent"]
 
 
 def test_only_scored_episodes_are_rows_of_the_batch() -> None:

@@ -66,13 +66,19 @@ class Liveness:
         for node_id in [n for n in self.nodes if n not in state.nodes]:
             del self.nodes[node_id]
         nodes = [n for n in state.nodes if now - self.nodes.setdefault(n, Seen(now)).at > plan.dead_after_s]
-        trainers = [p for p, s in self.trainers.items() if not s.silent and now - s.at > plan.batch_lease_s]
+        trainers = [p for p in self.trainers if self._went_silent(p, now)]
         leases = [lease for lease in self._overdue(now) if self._held(*lease)]
         if not nodes and not leases and not trainers:
             while self._deadlines and self._deadlines[0][0] <= now:
                 heapq.heappop(self._deadlines)
             return None
         return Expire(nodes, leases, trainers)
+
+    def _went_silent(self, policy: str, now: float) -> bool:
+        """Not reported yet, and the policy still waits for its trainer."""
+        seen = self.trainers[policy]
+        late = now - seen.at > self._context.plan.batch_lease_s
+        return late and not seen.silent and not self._context.finished_policy(policy)
 
     def _overdue(self, now: float) -> list[tuple[str, int]]:
         if not self._deadlines or self._deadlines[0][0] > now:

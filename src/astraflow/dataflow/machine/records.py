@@ -102,7 +102,7 @@ class Batch(msgspec.Struct):
     groups: list[QueuedGroup]
     metrics: dict[str, float]
     acked: bool = False
-    holder: str = ""  # trainer id; "": offered again
+    holder: str = ""  # trainer that got it, for /status; "": none, or one that fell silent. It binds nobody
 
 
 class PolicyState(msgspec.Struct):
