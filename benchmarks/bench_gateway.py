@@ -30,6 +30,7 @@ import numpy as np
 import psutil
 
 from astraflow.environments.calculator import TOOLS
+from astraflow.errors import EngineError
 from astraflow.models.chat import ChatTokenizer
 from astraflow.models.registry import model_directory
 from astraflow.rollout.gateway.app import create_app
@@ -55,6 +56,7 @@ class InstantEngine:
 
     def __init__(self, chat: ChatTokenizer) -> None:
         eos = chat.eos_ids[0]
+        self.ended: Future[EngineError] = Future()
         self._call, self._final = (self._generation([*chat.encode(text), eos]) for text in ("[3*4]", "12."))
         self._question = chat.encode("?")[0]
 
