@@ -263,6 +263,23 @@ def test_metrics_and_status_show_the_same_numbers(serve: Serve) -> None:
     assert status["policies"]["actor"]["gate"] == {"in_flight": 0, "limit": 4}
 
 
+def test_status_says_that_rows_of_metrics_wait_for_room(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = serve(small_config())
+    client = service.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(service.shell.metrics._writer, "append", _full)
+        play(client, 4)
+        step(client, 0)
+        assert client.status()["metrics_rows_waiting"] == 1
+    play(client, 4, version=1)
+    step(client, 1)
+    assert client.status()["metrics_rows_waiting"] == 0
+
+
+def _full(row: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_events_are_streamed(serve: Serve) -> None:
     service = serve(small_config())
     client = service.start()
