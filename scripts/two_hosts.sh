@@ -145,7 +145,7 @@ while kill -0 "$trainer" 2>/dev/null; do
     checked="nothing listens on host B; its $outward connections all go to host A"
     say "$checked"
   fi
-  sleep 1
+  sleep 0.2
 done
 wait "$trainer" || fail "the trainer ended with exit code $?"
 deadline=$((SECONDS + 30))

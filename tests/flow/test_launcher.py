@@ -85,7 +85,10 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
         wait_until(lambda: not any(_alive(pid) for pid in pids), "the end of all children", 20)
 
 
-def test_a_run_that_cannot_work_says_which_process_died_of_what(tmp_path: Path) -> None:
+def test_a_run_that_cannot_work_says_which_process_died_of_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     lines = ["import sys", "if 'astraflow.rollout' in sys.modules:", "    raise OSError('no such tool server')"]
     (tmp_path / "broken.py").write_text("\n".join([*lines, "def solve(task, llm):", "    return 0.0", ""]))
     text = (Path(__file__).parents[2] / "recipes" / "quickstart.toml").read_text()

@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "two_hosts.sh"
 )
 def test_a_node_on_another_host_trains_with_a_token_and_is_refused_without(tmp_path: Path) -> None:
     command = [
-        "bash", str(SCRIPT), "--steps", "2", "--keep", str(tmp_path / "run"), "--", "--workflow.group_size=4",
+        "bash", str(SCRIPT), "--steps", "40", "--keep", str(tmp_path / "run"), "--", "--workflow.group_size=4",
         "--policies.actor.batch.groups=6", "--policies.actor.warm_start.steps=20", "--evaluation.num_tasks=8",
     ]  # fmt: skip
     environment = child_environment(None, {"ASTRAFLOW": f"{sys.executable} -m astraflow"})
