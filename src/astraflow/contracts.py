@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
 from astraflow.errors import EngineError
-from astraflow.types import Generation, Group, Message, Outcome, Sampling, Task, WeightVersion
+from astraflow.types import Generation, Group, Message, Outcome, Sampling, SourceView, Stored, Task, WeightVersion
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pyarrow as pa
 
 
 class Source(Protocol):
@@ -29,16 +31,72 @@ class Source(Protocol):
 
 
 class Operator(Protocol):
-    """A data algorithm of one policy. Deterministic given its state; the state is journaled by replay and snapshot."""
+    """A data algorithm, of one source or of one policy. Inherit and override what it does; the rest is neutral.
+
+    Deterministic given its state and arguments; the state is journaled by replay and snapshot. An operator that needs
+    chance returns a probability, or draws from a generator seeded by ids that it was given.
+
+    | listed in              | hooks, in the order in which a task meets them         |
+    |------------------------|--------------------------------------------------------|
+    | sources.*.operators    | admit, on_result                                       |
+    | policies.*.operators   | on_group, then for each batch: select, on_batch, retain |
+    """
+
+    place: ClassVar[Literal["source", "policy"]] = "policy"
+    phase: ClassVar[Literal["filter", "shape", "credit", "weight"]] = "filter"
+    """Order within a policy's list, as written here: what drops groups, changes rewards, makes advantages, weighs."""
+    makes: ClassVar[tuple[str, ...]] = ()
+    """What is made once only ("advantages", "normalized"): a list in which two operators make the same is refused."""
+    needs_tokens: ClassVar[bool] = False
+    """True: `Group.tokens` is filled for `on_group`."""
+
+    def admit(self, task: Task, view: SourceView) -> float | Literal["wait"]:
+        """Probability (0 to 1) that the task is rolled out now, else it is skipped; "wait": not now, ask again."""
+        return 1.0
+
+    def on_result(self, group: Group) -> None:
+        """A group of this source is complete for one policy (failed ones too), before that policy's operators."""
 
     def on_group(self, group: Group) -> Group | str:
         """Pass the (perhaps changed) group on, or return the reason for which it is dropped."""
+        return group
+
+    def select(self, stored: Sequence[Stored], groups: int, step: int) -> list[str]:
+        """Trained groups that take part in the batch of `step` again: ids from `stored`, fewer than `groups`."""
+        return []
+
+    def retain(self, stored: Sequence[Stored], step: int) -> list[str]:
+        """After `step`: the trained groups that stay stored."""
+        return []
+
+    def on_batch(self, groups: Sequence[Group], step: int) -> None:
+        """Change advantages and weights, and nothing else, of the groups of the batch of `step`."""
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
+
+
+class Stage(Protocol):
+    """A worker that adds columns to rows that wait to be trained: reference logprobs, a judge's reward, values.
+
+    It pulls rows, so a fast worker takes more, and nothing waits for a slow one but its own rows.
+    """
+
+    needs: ClassVar[tuple[str, ...]]
+    """Columns of `wire.codec.TRAJECTORY_SCHEMA`, or added by other stages, that `run` reads."""
+    adds: ClassVar[Mapping[str, Literal["token", "row", "reward"]]]
+    """Column -> what it holds: "token": list<float32>, one per token; "row": float32. "reward" (the column reward,
+    float32, null is unscored) is made before the policy's operators see the group, the others after them."""
+
+    def run(self, rows: pa.Table) -> pa.Table:
+        """The added columns, one row for each of `rows`, in their order."""
+
+    def close(self) -> None:
+        """Release what it holds."""
 
 
 class Engine(Protocol):

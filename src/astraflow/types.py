@@ -159,6 +159,16 @@ class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}  # reward/mean, success/mean, staleness/mean, ... of this batch
 
 
+class Tokens(msgspec.Struct, frozen=True):
+    """The token columns of one branch, as views of the stored rows. All arrays have length T."""
+
+    token_ids: np.ndarray  # [T] int32
+    loss_mask: np.ndarray  # [T] bool
+    behavior_logprobs: np.ndarray  # [T] float32
+    versions: np.ndarray  # [T] int32
+    call_index: np.ndarray  # [T] int16
+
+
 class Group(msgspec.Struct, kw_only=True):
     """The sibling episodes of one task as an operator sees them. Lists have one entry per scored-or-not episode."""
 
@@ -170,7 +180,30 @@ class Group(msgspec.Struct, kw_only=True):
     rewards_per_call: list[tuple[float, ...]]  # [G]
     metrics: list[Mapping[str, float]]  # [G]
     num_tokens: list[int]  # [G] sampled tokens
+    num_truncated: list[int] = []  # [G] branches cut by a length limit
     min_version: list[int]  # [G] oldest version among sampled tokens; -1: none sampled
     errors: list[str | None]  # [G]
+    tokens: list[list[Tokens]] | None = None  # [G][branches]; None unless the operator has `needs_tokens`
     advantages: list[float] | None = None  # [G] set by an advantage operator; None: not yet
+    call_advantages: list[tuple[float, ...]] | None = None  # [G][C] where credit is per call; replaces `advantages`
     weight: float = 1.0  # loss weight, >= 0
+
+
+class SourceView(msgspec.Struct, frozen=True):
+    """What an operator of a source may know when it decides on a task."""
+
+    step: int  # newest weight version of the slowest policy; 0 at the start
+    in_flight: int  # groups of this source that are admitted and neither trained nor dropped
+    admitted: int  # groups of this source so far
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A trained group that may be trained again, as a replay operator sees it."""
+
+    group_id: str
+    source: str
+    step: int  # when it was trained last
+    uses: int  # how often it was trained, >= 1
+    min_version: int  # oldest version among its sampled tokens
+    mean_abs_advantage: float
+    mean_reward: float

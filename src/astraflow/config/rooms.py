@@ -41,6 +41,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
     "advantages": {
         "grpo": "astraflow.dataflow.operators.grpo:Grpo",
     },
+    "stages": {},
     "losses": {
         "ppo_clip": "astraflow.algorithms.losses:PpoClip",
         "m2po": "astraflow.algorithms.losses:M2po",

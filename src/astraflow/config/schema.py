@@ -49,6 +49,25 @@ class RunSection(Strict):
     description: str = ""
 
 
+class SourceSection(Component):
+    """[sources.<name>]. Keys beside these are options of the source named by `type`."""
+
+    group_size: int | None = Field(
+        None, ge=1, description="episodes per task of this source; none: workflow.group_size"
+    )
+    operators: list[Spec] = Field([], description="operators that decide which of its tasks are rolled out")
+
+
+class MixSection(Strict):
+    """[mix]: several training sources by ratio; takes the place of `train_source`."""
+
+    ratios: dict[
+        Name, Annotated[float, Field(ge=0)] | tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
+    ] = Field(description="source -> share of the groups, or [at the start, at the end]; they need not add up to 1")
+    schedule: Literal["linear", "cosine"] = Field("linear", description="how shares move from start to end")
+    steps: int = Field(0, ge=0, description="steps over which shares move; 0: all of run.steps")
+
+
 class WorkflowSection(Component):
     """[workflow]: what plays an episode. Keys beside these are options of the workflow named by `type`."""
 
@@ -83,6 +102,9 @@ class BatchSection(Strict):
     """batch: what one step trains on."""
 
     groups: int = Field(16, ge=1, description="groups per batch")
+    tokens: int = Field(0, ge=0, description="a batch is full at this many sampled tokens too; 0: by groups only")
+    episodes: int = Field(0, ge=0, description="episodes of a batch, siblings may part; 0: whole groups")
+    order: Literal["edf", "fifo"] = Field("edf", description="edf: oldest weight version first; fifo: first complete")
     max_staleness: int = Field(1, ge=0, description="0: synchronous training")
     tokens_per_microbatch: int = Field(8192, ge=16, description="packed tokens of one forward and backward pass")
     max_dropped_groups: int = Field(
@@ -169,6 +191,26 @@ class EvaluationSection(Strict):
     temperature: float = Field(0.0, ge=0, description="0: greedy")
 
 
+class StageSection(Component):
+    """[stages.<name>]: a stage, its policies and its workers. Keys beside these are options of its `type`."""
+
+    policies: list[Name] = Field([], description="policies whose rows it works on; empty: all")
+    workers: int = Field(1, ge=0, description="worker processes that the launcher starts; 0: started by hand")
+    rows: int = Field(64, ge=1, description="most rows of one lease")
+    lease_s: float = Field(60.0, gt=0, description="silence after which leased rows are offered again")
+    max_attempts: int = Field(3, ge=1, description="attempts after which a row's group is dropped")
+
+
+class ConsumerSection(Strict):
+    """[consumers.<name>]: a further reader of the rows that go to training, with a position of its own."""
+
+    policies: list[Name] = Field([], description="empty: all")
+    max_behind: int = Field(1000, ge=1, description="groups it may be behind")
+    when_behind: Literal["hold", "skip"] = Field(
+        "hold", description="hold: no new tasks; skip: oldest are counted as missed"
+    )
+
+
 class DataflowSection(Strict):
     """[dataflow]: the data service."""
 
@@ -179,6 +221,8 @@ class DataflowSection(Strict):
     batch_lease_s: float = Field(
         60.0, gt=0, description="silence after which a trainer is reported; its batch stays ready"
     )
+    fsync: bool = Field(False, description="true: every commit survives a power failure, not only a kill")
+    max_body_bytes: int = Field(1 << 30, ge=1 << 20, description="largest request body")
     snapshot_every: int = Field(2000, ge=10, description="journaled commands between two snapshots")
 
 
@@ -194,11 +238,14 @@ class RunConfig(Strict):
     """A whole run file."""
 
     run: RunSection
-    sources: dict[Name, Spec]
+    sources: dict[Name, Annotated[SourceSection, BeforeValidator(_component)]]
+    mix: MixSection | None = None
     workflow: WorkflowSection
     policies: dict[Name, PolicySection]
     rollout: RolloutSection = RolloutSection()
     evaluation: EvaluationSection | None = None
     dataflow: DataflowSection = DataflowSection()
     weights: WeightsSection = WeightsSection()
+    stages: dict[Name, Annotated[StageSection, BeforeValidator(_component)]] = {}
+    consumers: dict[Name, ConsumerSection] = {}
     train_source: Name = Field("train", description="the source that training tasks come from")

@@ -78,12 +78,22 @@ class OpenGroup(msgspec.Struct, array_like=True):
     num_open: int  # siblings that are not done
 
 
+class Added(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The columns that one stage added to the rows of one entry; they lie in a put of their own."""
+
+    stage: str
+    put: int  # `Put.key`
+    rows: list[int]  # row numbers within the put, one per row of the part
+
+
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One scored episode of a group that waits for, or is part of, a batch."""
 
     part: Part
     advantage: float
     success: float  # 0..1
+    call_advantages: tuple[float, ...] = ()  # one per call where credit is per call; replaces `advantage`
+    added: list[Added] = []  # what stages added, in the order of arrival
 
 
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
