@@ -26,18 +26,16 @@ import msgspec
 
 from astraflow.config.schema import RunConfig
 from astraflow.contracts import Source
-from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.admission import Admission
-from astraflow.dataflow.machine.evaluation import Evaluation, success_of
+from astraflow.dataflow.machine.evaluation import Evaluation
 from astraflow.dataflow.machine.leases import Leases
 from astraflow.dataflow.machine.liveness import Liveness
 from astraflow.dataflow.machine.plan import Context, plan_of
 from astraflow.dataflow.machine.queues import Queues
-from astraflow.dataflow.machine.records import Entry, Failed, OpenGroup, Part, PolicyState, QueuedGroup, State
-from astraflow.dataflow.operators.chain import Chain, chain_of
-from astraflow.errors import DataflowError
-from astraflow.types import Group, Task
+from astraflow.dataflow.machine.records import PolicyState, State
+from astraflow.dataflow.machine.routing import Routing
+from astraflow.dataflow.operators.chain import chain_of
 
 
 class Applied(NamedTuple):
@@ -56,13 +54,14 @@ class Machine:
         else:
             self.state = msgspec.json.decode(snapshot, type=State)
         self.context = Context(plan_of(config, sources), self.state, sources)
-        self._chains: dict[str, Chain] = {name: chain_of(name, p) for name, p in config.policies.items()}
+        self._chains = {name: chain_of(name, p) for name, p in config.policies.items()}
         for name, chain in self._chains.items():
             chain.load_state_dicts(self.state.policies[name].operators)
         self.admission = Admission(self.context)
         self.evaluation = Evaluation(self.context)
         self.queues = Queues(self.context)
-        self.leases = Leases(self.context, self.admission, self.evaluation, self._complete)
+        self.routing = Routing(self.context, self._chains, self.queues, self.evaluation)
+        self.leases = Leases(self.context, self.admission, self.evaluation, self.routing.complete)
         self.live = Liveness(self.context)
 
     def snapshot(self) -> bytes:
@@ -166,70 +165,3 @@ class Machine:
             following = min((max(newest, 0) // every + 1) * every, plan.steps)
             state.next_round = following if state.next_round > plan.steps or not self.context.training_over else -1
         self.live.restart(now)
-
-    def _complete(self, group: OpenGroup) -> None:
-        """All episodes of a group are done: evaluation sums it up, training runs the operators of each policy."""
-        if group.purpose == "eval":
-            self.evaluation.complete(group)
-            return
-        wanted = list(self.state.tasks[group.group_id].open_policies)
-        parts = {
-            (part.policy, k): part
-            for k, result in enumerate(group.results)
-            if result is not None and result.error is None
-            for part in result.parts
-        }
-        accounts.release(self.context, (part for (name, _), part in parts.items() if name not in wanted))
-        for name in wanted:
-            self._route(name, group, {k: part for (policy, k), part in parts.items() if policy == name})
-
-    def _route(self, name: str, group: OpenGroup, parts: dict[int, Part]) -> None:
-        """Operators of one policy: queued or dropped, and rows that nobody needs are released."""
-        seen = _as_group(name, group, parts, self.context)
-        num_scored = sum(r is not None for r in seen.rewards)
-        failed = num_scored < min(2, len(seen.rewards))
-        result: Group | str
-        if failed:
-            unscored = zip(seen.rewards, seen.errors, strict=True)
-            result = accounts.failure_reason(error for reward, error in unscored if reward is None)
-        else:
-            try:
-                result = self._chains[name].on_group(seen)
-            except DataflowError as error:
-                cause = Failed(type(error).__name__, error.thing, str(error.value), error.rule, error.fix)
-                accounts.fail(self.context, cause)
-                result = "operator_failed"
-        if isinstance(result, str):
-            accounts.release(self.context, parts.values())
-            accounts.settle_dropped(self.context, name, group.group_id, result, failed=failed)
-            return
-        entries, used = [], set()
-        for episode_id, reward, advantage in zip(
-            result.episode_ids, result.rewards, result.advantages or (), strict=True
-        ):
-            k = int(episode_id.rpartition("/")[2])
-            commit = group.results[k]
-            if reward is not None and commit is not None and k in parts:
-                used.add(k)
-                entries.append(Entry(parts[k], advantage, success_of(commit, reward)))
-        accounts.release(self.context, (part for k, part in parts.items() if k not in used))
-        oldest = min(e.part.min_version for e in entries)
-        self.queues.push(name, QueuedGroup(group.group_id, result.weight, oldest, entries))
-
-
-def _as_group(name: str, group: OpenGroup, parts: dict[int, Part], context: Context) -> Group:
-    """The group as operators see it; an episode without sampled tokens of this policy is unscored."""
-    results = [(k, r) for k, r in enumerate(group.results) if r is not None]
-    rows = [parts.get(k) for k, _ in results]
-    return Group(
-        group_id=group.group_id,
-        policy=name,
-        task=Task(group.source, group.row, group.epoch, context.fields(group.source, group.row)),
-        episode_ids=[f"{group.group_id}/{k}" for k, _ in results],
-        rewards=[p.reward if p is not None and p.max_version >= 0 else None for p in rows],
-        rewards_per_call=[p.rewards_per_call if p is not None else () for p in rows],
-        metrics=[r.metrics for _, r in results],
-        num_tokens=[p.num_tokens if p is not None else 0 for p in rows],
-        min_version=[p.min_version if p is not None else -1 for p in rows],
-        errors=[r.error for _, r in results],
-    )

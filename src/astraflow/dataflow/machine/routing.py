@@ -1,0 +1,102 @@
+"""From a complete group to the queue of each policy, or to a counted drop.
+
+```
+ complete ─► (stages that add "reward") ─► judge: operators ─► pass_on: (stages that add columns) ─► queue
+                                                 └─► dropped{reason}
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from astraflow.dataflow.machine import accounts
+from astraflow.dataflow.machine.evaluation import Evaluation, success_of
+from astraflow.dataflow.machine.plan import Context
+from astraflow.dataflow.machine.queues import Queues
+from astraflow.dataflow.machine.records import Entry, Failed, OpenGroup, Part, QueuedGroup
+from astraflow.dataflow.operators.chain import Chain
+from astraflow.errors import DataflowError
+from astraflow.types import Group, Task
+
+Parts = Mapping[int, Part]  # sibling -> the policy's share of its episode; only episodes without an error
+
+
+class Routing:
+    """What happens to groups whose episodes are all done."""
+
+    def __init__(self, context: Context, chains: Mapping[str, Chain], queues: Queues, evaluation: Evaluation) -> None:
+        self._context, self._chains, self._queues, self._evaluation = context, chains, queues, evaluation
+
+    def complete(self, group: OpenGroup) -> None:
+        """All episodes of a group are done: evaluation sums it up, training judges it for each policy that wants it."""
+        if group.purpose == "eval":
+            self._evaluation.complete(group)
+            return
+        wanted = list(self._context.state.tasks[group.group_id].open_policies)
+        parts = {
+            (part.policy, k): part
+            for k, result in enumerate(group.results)
+            if result is not None and result.error is None
+            for part in result.parts
+        }
+        accounts.release(self._context, (part for (name, _), part in parts.items() if name not in wanted))
+        for name in wanted:
+            self.judge(name, group, {k: part for (policy, k), part in parts.items() if policy == name})
+
+    def judge(self, name: str, group: OpenGroup, parts: Parts) -> None:
+        """Operators of one policy: passed on or dropped, and rows that nobody needs are released."""
+        seen = as_group(name, group, parts, self._context)
+        result, failed = self._verdict(name, seen)
+        if isinstance(result, str):
+            accounts.release(self._context, parts.values())
+            accounts.settle_dropped(self._context, name, group.group_id, result, failed=failed)
+            return
+        entries, used = [], set()
+        for episode_id, reward, advantage in zip(
+            result.episode_ids, result.rewards, result.advantages or (), strict=True
+        ):
+            k = int(episode_id.rpartition("/")[2])
+            commit = group.results[k]
+            if reward is not None and commit is not None and k in parts:
+                used.add(k)
+                entries.append(Entry(parts[k], advantage, success_of(commit, reward)))
+        accounts.release(self._context, (part for k, part in parts.items() if k not in used))
+        oldest = min(e.part.min_version for e in entries)
+        self.pass_on(name, QueuedGroup(group.group_id, result.weight, oldest, entries))
+
+    def pass_on(self, name: str, group: QueuedGroup) -> None:
+        """A group that its operators let through."""
+        self._queues.push(name, group)
+
+    def _verdict(self, name: str, seen: Group) -> tuple[Group | str, bool]:
+        """The group with advantages or the reason for dropping it, and whether that is for want of scored episodes."""
+        num_scored = sum(r is not None for r in seen.rewards)
+        if num_scored < min(2, len(seen.rewards)):
+            unscored = zip(seen.rewards, seen.errors, strict=True)
+            return accounts.failure_reason(error for reward, error in unscored if reward is None), True
+        try:
+            return self._chains[name].on_group(seen), False
+        except DataflowError as error:
+            cause = Failed(type(error).__name__, error.thing, str(error.value), error.rule, error.fix)
+            accounts.fail(self._context, cause)
+            return "operator_failed", False
+
+
+def as_group(name: str, group: OpenGroup, parts: Parts, context: Context) -> Group:
+    """The group as operators see it; an episode without sampled tokens of this policy is unscored."""
+    results = [(k, r) for k, r in enumerate(group.results) if r is not None]
+    rows = [parts.get(k) for k, _ in results]
+    return Group(
+        group_id=group.group_id,
+        policy=name,
+        task=Task(group.source, group.row, group.epoch, context.fields(group.source, group.row)),
+        episode_ids=[f"{group.group_id}/{k}" for k, _ in results],
+        rewards=[p.reward if p is not None and p.max_version >= 0 else None for p in rows],
+        rewards_per_call=[p.rewards_per_call if p is not None else () for p in rows],
+        metrics=[r.metrics for _, r in results],
+        num_tokens=[p.num_tokens if p is not None else 0 for p in rows],
+        num_truncated=[p.num_truncated if p is not None else 0 for p in rows],
+        min_version=[p.min_version if p is not None else -1 for p in rows],
+        errors=[r.error for _, r in results],
+    )
