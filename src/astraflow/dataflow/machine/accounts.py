@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from astraflow.dataflow.machine.commands import DropSegment, Event, Wake
 from astraflow.dataflow.machine.plan import Context
-from astraflow.dataflow.machine.records import Failed, Part, PolicyState, Put, TaskAccount
+from astraflow.dataflow.machine.records import Added, Entry, Failed, Part, PolicyState, Put, TaskAccount
 from astraflow.types import error_kind
 
 RECENT_GROUPS = 4096
@@ -136,7 +136,21 @@ def hold(context: Context, put: Put, num_parts: int) -> None:
     state.put_refs[put.key] = state.put_refs.get(put.key, 0) + num_parts
 
 
-def release(context: Context, parts: Iterable[Part]) -> None:
+def retain_entries(context: Context, entries: Iterable[Entry]) -> None:
+    """One more needs the rows of these entries, and what stages added to them."""
+    refs = context.state.put_refs
+    for entry in entries:
+        for key in (entry.part.put, *(a.put for a in entry.added)):
+            refs[key] += 1
+
+
+def release_entries(context: Context, entries: Iterable[Entry]) -> None:
+    """One less needs the rows of these entries, and what stages added to them."""
+    for entry in entries:
+        release(context, (entry.part, *entry.added))
+
+
+def release(context: Context, parts: Iterable[Part | Added]) -> None:
     """These parts need their rows no more; forgets puts and segments that nobody needs."""
     state = context.state
     for part in parts:

@@ -34,18 +34,23 @@ class Queues:
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    def push(self, name: str, group: QueuedGroup) -> None:
-        """A complete group starts to wait; too old or too late ones are dropped at once."""
+    def push(self, name: str, group: QueuedGroup) -> bool:
+        """A complete group starts to wait; False: too old or too late, it was dropped at once."""
         policy = self._context.state.policies[name]
+        if (reason := self.too_late(name, group.min_version)) is not None:
+            self._drop(name, group, reason)
+            return False
+        heapq.heappush(policy.queue, (group.min_version, policy.num_arrived, group))
+        policy.num_arrived += 1
+        if len(policy.queue) >= self._context.plan.policies[name].groups:
+            self._context.out.append(Wake(name))
+        return True
+
+    def too_late(self, name: str, min_version: int) -> str | None:
+        """Why a group with such a token cannot be trained any more; None: it can."""
         if self._context.finished_policy(name):
-            self._drop(name, group, "finished")
-        elif group.min_version < self.oldest_allowed(name):
-            self._drop(name, group, "stale")
-        else:
-            heapq.heappush(policy.queue, (group.min_version, policy.num_arrived, group))
-            policy.num_arrived += 1
-            if len(policy.queue) >= self._context.plan.policies[name].groups:
-                self._context.out.append(Wake(name))
+            return "finished"
+        return "stale" if min_version < self.oldest_allowed(name) else None
 
     def oldest_allowed(self, name: str) -> int:
         """The oldest version that the next step may train on."""
@@ -92,7 +97,7 @@ class Queues:
         policy.covered = max(policy.covered, version)
         for step in [s for s in policy.batches if s <= version]:
             for group in policy.batches.pop(step).groups:
-                accounts.release(self._context, (e.part for e in group.entries))
+                accounts.release_entries(self._context, group.entries)
 
     def resume(self, name: str, resume: messages.Resume) -> messages.ResumeReply:
         """A trainer starts at a version; every batch after it is served again, in order."""
@@ -184,7 +189,7 @@ class Queues:
             self._drop(name, heapq.heappop(policy.queue)[2], "stale")
 
     def _drop(self, name: str, group: QueuedGroup, reason: str) -> None:
-        accounts.release(self._context, (e.part for e in group.entries))
+        accounts.release_entries(self._context, group.entries)
         accounts.settle_dropped(self._context, name, group.group_id, reason)
 
 
