@@ -45,10 +45,13 @@ class Operator(Protocol):
     place: ClassVar[Literal["source", "policy"]] = "policy"
     phase: ClassVar[Literal["filter", "shape", "credit", "weight"]] = "filter"
     """Order within a policy's list, as written here: what drops groups, changes rewards, makes advantages, weighs."""
-    makes: ClassVar[tuple[str, ...]] = ()
-    """What is made once only ("advantages", "normalized"): a list in which two operators make the same is refused."""
+    makes: tuple[str, ...] = ()
+    """What is made once only ("normalized", "balanced"): a list in which two operators make the same is refused. An
+    option may decide it, so it may be set in `__init__`."""
     needs_tokens: ClassVar[bool] = False
     """True: `Group.tokens` is filled for `on_group`."""
+    min_siblings: int = 1
+    """Episodes per task below which it can do nothing: such a run file is refused. May be set in `__init__` too."""
 
     def admit(self, task: Task, view: SourceView) -> float | Literal["wait"]:
         """Probability (0 to 1) that the task is rolled out now, else it is skipped; "wait": not now, ask again."""

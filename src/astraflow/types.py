@@ -177,7 +177,8 @@ class Group(msgspec.Struct, kw_only=True):
     task: Task
     episode_ids: list[str]
     rewards: list[float | None]  # [G] None: unscored or failed
-    rewards_per_call: list[tuple[float, ...]]  # [G]
+    rewards_per_call: list[tuple[float, ...]]  # [G] empty, or one per call
+    num_calls: list[int] = []  # [G] calls of this policy; 0: no rows
     metrics: list[Mapping[str, float]]  # [G]
     num_tokens: list[int]  # [G] sampled tokens
     num_truncated: list[int] = []  # [G] branches cut by a length limit

@@ -159,11 +159,6 @@ def _check_names(config: RunConfig) -> list[str]:
     for name, policy in config.policies.items():
         if policy.warm_start is not None:
             wanted.append((f"policies.{name}.warm_start.source", policy.warm_start.source))
-        if config.workflow.group_size < 2 and policy.algorithm.advantage.type == "grpo":
-            problems.append(
-                f"workflow.group_size={config.workflow.group_size} must be >= 2 for "
-                f"policies.{name}.algorithm.advantage=grpo; siblings are compared with each other"
-            )
     for where, source in wanted:
         if source not in config.sources:
             near = difflib.get_close_matches(source, config.sources, n=1)
@@ -189,12 +184,9 @@ def _check_components(config: RunConfig) -> list[str]:
         problems += _check("sources", source, f"sources.{name}", set())
     if ":" not in config.workflow.type:
         problems += _check("workflows", config.workflow, "workflow", {"policies"})
-    for name, policy in config.policies.items():
-        where = f"policies.{name}"
-        for i, operator in enumerate(policy.operators):
-            problems += _check("operators", operator, f"{where}.operators.{i}", set())
-        problems += _check("advantages", policy.algorithm.advantage, f"{where}.algorithm.advantage", set())
-    return problems
+    from astraflow.config.operators import check_operators  # loads numpy, which --help must not
+
+    return problems + check_operators(config)
 
 
 def _check(room: str, component: Component, where: str, given: set[str]) -> list[str]:

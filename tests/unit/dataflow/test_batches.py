@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from astraflow.contracts import Operator
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.records import Batch, Part
 from astraflow.dataflow.views.status import status
 from astraflow.testing.dataflow import Desk, check_law, policy_section, small_config
+from astraflow.types import Group
 
 
 @pytest.fixture
@@ -291,17 +293,11 @@ def test_an_operator_that_fails_stops_the_run_by_name() -> None:
     check_law(desk.machine)
 
 
-class Broken:
+class Broken(Operator):
     """An operator with a fault."""
 
-    def on_group(self, group: object) -> str:
+    def on_group(self, group: Group) -> Group | str:
         raise RuntimeError("boom")
-
-    def state_dict(self) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: object) -> None:
-        """Nothing."""
 
 
 def test_each_policy_trains_its_own_rows_and_a_task_is_trained_once_overall() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from astraflow.dataflow.operators.chain import Chain, chain_of
-from astraflow.dataflow.operators.grpo import Grpo, group_advantages
-from astraflow.dataflow.operators.keep_all import KeepAll
-from astraflow.dataflow.operators.zero_variance import ZeroVariance
+from astraflow.dataflow.operators.credit.relative import Grpo, group_advantages
+from astraflow.dataflow.operators.filters.keep_all import KeepAll
+from astraflow.dataflow.operators.filters.zero_variance import ZeroVariance
 from astraflow.errors import DataflowError
 from astraflow.testing.dataflow import small_config
 from astraflow.types import Group, Task
@@ -28,6 +28,8 @@ def group(rewards: list[float | None]) -> Group:
         rewards_per_call=[()] * n,
         metrics=[{}] * n,
         num_tokens=[3] * n,
+        num_truncated=[0] * n,
+        num_calls=[1] * n,
         min_version=[0] * n,
         errors=[None] * n,
     )
@@ -77,14 +79,6 @@ def test_keep_all_keeps_equal_groups() -> None:
     assert isinstance(KeepAll().on_group(group([0.5, 0.5])), Group)
 
 
-class Twice(KeepAll):
-    """Sets advantages itself."""
-
-    def on_group(self, group: Group) -> Group | str:
-        group.advantages = [2.0] * len(group.rewards)
-        return group
-
-
 class First(KeepAll):
     """Keeps only the first two siblings."""
 
@@ -105,14 +99,9 @@ class Wrong(KeepAll):
         return self.result  # type: ignore[return-value]
 
 
-def test_an_operator_that_sets_advantages_replaces_the_advantage_operator() -> None:
-    result = Chain("policies.actor", [Twice()], Grpo()).on_group(group([1.0, 0.0]))
-    assert isinstance(result, Group) and result.advantages == [2.0, 2.0]
-
-
-def test_an_operator_may_keep_a_part_of_the_group() -> None:
-    result = Chain("policies.actor", [First()], Grpo()).on_group(group([1.0, 0.0, 5.0]))
-    assert isinstance(result, Group) and result.advantages == pytest.approx([1.0, -1.0], abs=1e-5)
+def test_an_operator_that_loses_episodes_is_an_error_with_advice() -> None:
+    with pytest.raises(DataflowError, match="each once and in order; set the reward of an episode to None"):
+        Chain("policies.actor", [First()], Grpo()).on_group(group([1.0, 0.0, 5.0]))
 
 
 @pytest.mark.parametrize("result", [None, 3, ValueError("boom")])
@@ -124,7 +113,7 @@ def test_an_operator_that_breaks_its_contract_is_an_error_that_names_it(result: 
 def test_advantages_that_are_not_finite_are_refused() -> None:
     bad = group([1.0, 0.0])
     bad.advantages = [math.inf, 0.0]
-    with pytest.raises(DataflowError, match="finite"):
+    with pytest.raises(DataflowError, match="must not be set in phase filter"):
         Chain("policies.actor", [KeepAll()], Grpo()).on_group(bad)
 
 

@@ -1,90 +1,104 @@
-"""The operators of one policy in the order of the run file, then its advantages."""
+"""The operators of one policy as one: filters and shapes of its list, its estimator of advantages, then its weights."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from astraflow.config import rooms
+from astraflow.config.operators import operators_of_policy
 from astraflow.config.schema import PolicySection
 from astraflow.contracts import Operator
-from astraflow.errors import DataflowError
-from astraflow.types import Group
+from astraflow.dataflow.operators.checks import check_credit, check_result, fixed_parts
+from astraflow.errors import ConfigError, DataflowError
+from astraflow.types import Group, Tokens
+
+ReadTokens = Callable[[], list[list[Tokens]]]
 
 
 class Chain:
-    """Runs complete groups through operators; a user operator that breaks its contract is an error, not a drop."""
+    """Runs the hooks of a policy's operators in order; one that breaks its contract is an error, not a drop.
 
-    def __init__(self, where: str, operators: list[Operator], advantage: Operator) -> None:
-        self._where, self._operators, self._advantage = where, operators, advantage
+    Args: where: "policies.<name>"; operators: as listed, phases rise; advantage: of phase credit.
+    """
 
-    def on_group(self, group: Group) -> Group | str:
+    def __init__(self, where: str, operators: Sequence[Operator], advantage: Operator) -> None:
+        self._where = where
+        early = [o for o in operators if o.phase in ("filter", "shape")]
+        self.operators = (*early, advantage, *operators[len(early) :])
+        self._on_batch = [o for o in self.operators if type(o).on_batch is not Operator.on_batch]
+
+    def on_group(self, group: Group, read_tokens: ReadTokens | None = None) -> Group | str:
         """The group with advantages, or the reason for which it is dropped.
 
+        Args: read_tokens: gives `Group.tokens`; called when the first operator needs them.
         Raises: DataflowError: an operator failed or gave something that its contract does not allow.
         """
-        known = set(group.episode_ids)
-        for operator in self._operators:
-            result = self._run(operator, group)
-            if isinstance(result, str):
-                return result or "dropped"
-            group = result
-        if group.advantages is None:
-            result = self._run(self._advantage, group)
-            if isinstance(result, str):
-                return result or "dropped"
-            group = result
-        self._check(group, known)
+        tokens: list[list[Tokens]] | None = None
+        for operator in self.operators:
+            if operator.needs_tokens and tokens is None and read_tokens is not None:
+                tokens = read_tokens()
+            group.tokens = tokens if operator.needs_tokens else None
+            name, episode_ids = self._name(operator), list(group.episode_ids)
+            try:
+                result: object = operator.on_group(group)
+            except Exception as error:
+                raise DataflowError(
+                    name, f"{type(error).__name__}: {error}", f"failed on group {group.group_id}", "mend the operator"
+                ) from error
+            checked = check_result(operator, name, group, episode_ids, result)
+            if isinstance(checked, str):
+                return checked
+            group = checked
+        group.tokens = None
         return group
 
+    def on_batch(self, groups: Sequence[Group], step: int) -> None:
+        """Let operators change advantages, call_advantages and weights of the groups of the batch of `step`.
+
+        `groups`: see `dataflow.operators.credited.as_batch_group`. Raises: DataflowError: as `on_group`.
+        """
+        for operator in self._on_batch:
+            name, before = self._name(operator), [fixed_parts(g) for g in groups]
+            given = tuple(groups)
+            try:
+                operator.on_batch(given, step)
+            except Exception as error:
+                raise DataflowError(
+                    name, f"{type(error).__name__}: {error}", f"failed on the batch of step {step}", "mend the operator"
+                ) from error
+            for group, fixed in zip(given, before, strict=True):
+                if fixed_parts(group) != fixed:
+                    raise DataflowError(
+                        f"{name} group {fixed[0]}", "on_batch",
+                        "may change advantages, call_advantages and weight only", "change rewards in on_group",
+                    )  # fmt: skip
+                check_credit(f"{name} group {group.group_id}", group, needed=True)
+
+    @property
+    def works_on_batches(self) -> bool:
+        """Some operator has an `on_batch`."""
+        return bool(self._on_batch)
+
     def state_dicts(self) -> list[dict[str, Any]]:
-        """States of all operators, the advantage operator last."""
-        return [o.state_dict() for o in (*self._operators, self._advantage)]
+        """States of all operators in the order in which they run."""
+        return [o.state_dict() for o in self.operators]
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         """Inverse of `state_dicts`; an empty list leaves fresh operators as they are."""
         if states:
-            for operator, state in zip((*self._operators, self._advantage), states, strict=True):
+            for operator, state in zip(self.operators, states, strict=True):
                 operator.load_state_dict(state)
 
-    def _run(self, operator: Operator, group: Group) -> Group | str:
-        name = f"{self._where} {type(operator).__name__}"
-        try:
-            result = operator.on_group(group)
-        except Exception as error:
-            raise DataflowError(
-                name, f"{type(error).__name__}: {error}", f"failed on group {group.group_id}", "mend the operator"
-            ) from error
-        if not isinstance(result, Group | str):
-            raise DataflowError(
-                name, result, "must be a Group, or the reason for dropping it as text", "mend the operator"
-            )
-        return result
-
-    def _check(self, group: Group, known: set[str]) -> None:
-        size, advantages = len(group.episode_ids), group.advantages
-        lists = (group.rewards, advantages or ())
-        if any(len(x) != size for x in lists) or not known.issuperset(group.episode_ids):
-            raise DataflowError(
-                f"{self._where} group {group.group_id}", [len(x) for x in lists],
-                f"must keep one reward and one advantage for each of its {size} episodes", "mend the operator",
-            )  # fmt: skip
-        if not all(math.isfinite(a) for a in advantages or ()) or not (
-            math.isfinite(group.weight) and group.weight >= 0
-        ):
-            raise DataflowError(
-                f"{self._where} group {group.group_id}", advantages, "must have finite advantages and a weight >= 0",
-                "mend the operator",
-            )  # fmt: skip
+    def _name(self, operator: Operator) -> str:
+        return f"{self._where} {type(operator).__name__}"
 
 
 def chain_of(name: str, policy: PolicySection) -> Chain:
-    """The chain that the run file asks for."""
-    where = f"policies.{name}"
-    operators = [
-        rooms.build("operators", spec.type, spec.options, f"{where}.operators.{i}")
-        for i, spec in enumerate(policy.operators)
-    ]
-    spec = policy.algorithm.advantage
-    advantage = rooms.build("advantages", spec.type, spec.options, f"{where}.algorithm.advantage")
-    return Chain(where, operators, advantage)
+    """The chain that the run file asks for.
+
+    Raises: ConfigError: everything that is wrong with the policy's operators.
+    """
+    made = operators_of_policy(name, policy)
+    if made.problems or made.advantage is None:
+        raise ConfigError(f"policies.{name}", made.problems)
+    return Chain(f"policies.{name}", [x.operator for x in made.listed], made.advantage.operator)

@@ -1,0 +1,178 @@
+"""Lists of operators: made from the run file and checked, all problems at once. Used at load and by the dataflow.
+
+| list                          | may hold                                             |
+|-------------------------------|------------------------------------------------------|
+| sources.<s>.operators         | operators of a source                                |
+| policies.<p>.operators        | operators of a policy, phases filter, shape, weight  |
+| policies.<p>.algorithm.advantage | one operator of phase credit, between shape and weight |
+
+Operators are made here even if only to be checked: an option may decide what one makes, and values are checked too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from astraflow.config.rooms import ROOMS, check_options, resolve
+from astraflow.config.schema import Component, PolicySection, RunConfig, SourceSection
+from astraflow.contracts import Operator
+from astraflow.errors import Problem
+
+PHASES = ("filter", "shape", "credit", "weight")
+
+
+class Listed(NamedTuple):
+    """An operator and where it stands in the run file."""
+
+    where: str
+    type: str
+    operator: Operator
+
+    def __str__(self) -> str:
+        return f"{self.where}={self.type!r}"
+
+
+class PolicyOperators(NamedTuple):
+    """The operators of one policy: its list in order, and its estimator of advantages."""
+
+    listed: list[Listed]
+    advantage: Listed | None  # None: it has a problem
+    problems: list[str]
+
+
+class SourceOperators(NamedTuple):
+    """The operators of one source, in order."""
+
+    listed: list[Listed]
+    problems: list[str]
+
+
+def operators_of_policy(name: str, policy: PolicySection) -> PolicyOperators:
+    """Made from `[policies.<name>]`; with problems they are not to be used."""
+    where = f"policies.{name}"
+    listed, problems = _make_all("operators", policy.operators, f"{where}.operators", "policy")
+    advantage, found = _make("advantages", policy.algorithm.advantage, f"{where}.algorithm.advantage", "policy")
+    problems += found
+    problems += _order(where, listed)
+    if advantage is not None and advantage.operator.phase != "credit":
+        problems.append(f"{advantage} is of phase {advantage.operator.phase}, not credit; list it in {where}.operators")
+    problems += _made_twice([*listed, advantage] if advantage is not None else listed)
+    return PolicyOperators(listed, advantage, problems)
+
+
+def operators_of_source(name: str, source: SourceSection) -> SourceOperators:
+    """Made from `[sources.<name>]`; with problems they are not to be used."""
+    return SourceOperators(*_make_all("operators", source.operators, f"sources.{name}.operators", "source"))
+
+
+def check_operators(config: RunConfig) -> list[str]:
+    """All problems of all lists of a run file."""
+    problems: list[str] = []
+    for name, source in config.sources.items():
+        problems += operators_of_source(name, source).problems
+    for name, policy in config.policies.items():
+        made = operators_of_policy(name, policy)
+        problems += made.problems
+        problems += _siblings(config, [*made.listed, *([made.advantage] if made.advantage is not None else [])])
+    return problems
+
+
+def _make_all(
+    room: str, specs: Sequence[Component], where: str, place: Literal["source", "policy"]
+) -> tuple[list[Listed], list[str]]:
+    made, problems = [], []
+    for i, spec in enumerate(specs):
+        listed, found = _make(room, spec, f"{where}.{i}", place)
+        problems += found
+        if listed is not None:
+            made.append(listed)
+    return made, problems
+
+
+def _make(
+    room: str, spec: Component, where: str, place: Literal["source", "policy"]
+) -> tuple[Listed | None, list[str]]:
+    said = f"{where}={spec.type!r}"
+    other = {"operators": "advantages", "advantages": "operators"}[room]
+    if spec.type in ROOMS[other] and spec.type not in ROOMS[room]:
+        policy = where.split(".operators")[0].split(".algorithm")[0] if place == "policy" else "policies.<name>"
+        if room == "operators":
+            return None, [f"{said} makes advantages; name it as {policy}.algorithm.advantage"]
+        return None, [f"{said} makes no advantages; list it in {policy}.operators"]
+    try:
+        target = resolve(room, spec.type, f"{where}.type")
+    except Problem as error:
+        return None, [str(error)]
+    if problems := check_options(target, spec.options, where, set()):
+        return None, problems
+    try:
+        operator = target(**spec.options)
+    except Problem as error:
+        return None, [f"{where}: {error}"]
+    except Exception as error:  # an operator of the user may raise anything
+        return None, [f"{said} cannot be made ({type(error).__name__}: {error}); check its options"]
+    return _of_contract(Listed(where, spec.type, operator), place)
+
+
+def _of_contract(listed: Listed, place: Literal["source", "policy"]) -> tuple[Listed | None, list[str]]:
+    operator: Any = listed.operator
+    if Operator not in type(operator).__mro__:
+        return None, [f"{listed} must inherit astraflow.contracts.Operator; derive its class from it"]
+    if operator.place != place:
+        there = {"source": "sources.<name>.operators", "policy": "policies.<name>.operators"}[operator.place]
+        return None, [f"{listed} is an operator of a {operator.place}; list it in {there}"]
+    if operator.phase not in PHASES:
+        return None, [f"{listed} is of phase {operator.phase!r}; phases are {', '.join(PHASES)}"]
+    return listed, []
+
+
+def _order(where: str, listed: Iterable[Listed]) -> list[str]:
+    problems: list[str] = []
+    latest: Listed | None = None
+    for item in listed:
+        phase = item.operator.phase
+        if phase == "credit":
+            problems.append(f"{item} makes advantages; name it as {where}.algorithm.advantage")
+        elif latest is not None and PHASES.index(phase) < PHASES.index(latest.operator.phase):
+            problems.append(
+                f"{item} ({phase}) must come before {latest.type!r} ({latest.operator.phase}); the order is filter, "
+                "shape, weight, and advantages are made between shape and weight"
+            )
+        else:
+            latest = item
+    return problems
+
+
+def _made_twice(listed: Iterable[Listed]) -> list[str]:
+    problems: list[str] = []
+    makers: dict[str, Listed] = {}
+    for item in listed:
+        for thing in item.operator.makes:
+            first = makers.setdefault(thing, item)
+            if first is not item:
+                off = next((x for x in (item, first) if "normalize" in _options(x)), None)
+                fix = f", or give {off.where} the option normalize = false" if thing == "normalized" and off else ""
+                problems.append(f"{item} makes {thing!r}, which {first} makes already; remove one of them{fix}")
+    return problems
+
+
+def _options(listed: Listed) -> set[str]:
+    return set(inspect.signature(type(listed.operator)).parameters)
+
+
+def _siblings(config: RunConfig, listed: Iterable[Listed]) -> list[str]:
+    """Group sizes that are too small for what compares siblings."""
+    training = list(config.mix.ratios) if config.mix is not None else [config.train_source]
+    sizes = {"workflow.group_size": config.workflow.group_size}
+    own = {f"sources.{s}.group_size": config.sources[s].group_size for s in training if s in config.sources}
+    if own and None not in own.values():
+        sizes = {}
+    sizes |= {where: size for where, size in own.items() if size is not None}
+    return [
+        f"{where}={size} must be >= {item.operator.min_siblings} for {item}; siblings are compared with each other"
+        for item in listed
+        for where, size in sizes.items()
+        if size < item.operator.min_siblings
+    ]
