@@ -153,4 +153,4 @@ def choose_policy(config: RunConfig, policy: str) -> str:
 
 def default_source(config: RunConfig) -> str:
     """Held-out tasks where the run file names some."""
-    return config.evaluation.source if config.evaluation is not None else config.train_source
+    return config.evaluation.source if config.evaluation is not None else config.train_sources[0]

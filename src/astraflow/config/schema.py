@@ -249,3 +249,12 @@ class RunConfig(Strict):
     stages: dict[Name, Annotated[StageSection, BeforeValidator(_component)]] = {}
     consumers: dict[Name, ConsumerSection] = {}
     train_source: Name = Field("train", description="the source that training tasks come from")
+
+    @property
+    def train_sources(self) -> list[str]:
+        """Where training tasks come from: the sources of [mix], else `train_source`."""
+        return list(self.mix.ratios) if self.mix is not None else [self.train_source]
+
+    def group_size(self, source: str) -> int:
+        """Episodes per training task of `source`."""
+        return self.sources[source].group_size or self.workflow.group_size

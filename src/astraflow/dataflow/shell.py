@@ -46,11 +46,11 @@ _EVENTS_KEPT = 1000  # per listener; a slow one misses events, nobody waits for 
 
 
 def open_sources(config: RunConfig) -> dict[str, Source]:
-    """The training source and that of [evaluation].
+    """The training sources and that of [evaluation].
 
     Raises: SourceError: data that is missing or malformed.
     """
-    names = [config.train_source] + ([config.evaluation.source] if config.evaluation is not None else [])
+    names = config.train_sources + ([config.evaluation.source] if config.evaluation is not None else [])
     return {
         name: rooms.build("sources", config.sources[name].type, config.sources[name].options, f"sources.{name}")
         for name in dict.fromkeys(names)

@@ -10,6 +10,10 @@
 | TakeBatch      | trainer | forms the batch of the next step, oldest groups first                    |
 | AckBatch       | trainer | the step is trained, its slots are free                                  |
 | CoverBatches   | trainer | a checkpoint is on disk, older batches are forgotten                     |
+| LeaseRows      | stage   | gives entries that wait for the stage, oldest weight version first       |
+| AddColumns     | stage   | completes entries; groups with all their columns go on                   |
+| LeaveStage     | stage   | gives a worker's leases back                                             |
+| AckRows        | consumer| is done with groups of the log                                           |
 | Expire         | clock   | leases, nodes and trainers that ran out of time (`due` says which)       |
 | Reopen         | shell   | the service started again                                                |
 
@@ -25,9 +29,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from astraflow.config.schema import RunConfig
+from astraflow.config.stages import stage_plans
 from astraflow.contracts import Source
 from astraflow.dataflow.machine import commands as c
-from astraflow.dataflow.machine.admission import Admission
+from astraflow.dataflow.machine.admission.gate import Admission
+from astraflow.dataflow.machine.beside.consumers import Consumers
+from astraflow.dataflow.machine.beside.stages import Stages
 from astraflow.dataflow.machine.evaluation import Evaluation
 from astraflow.dataflow.machine.leases import Leases
 from astraflow.dataflow.machine.liveness import Liveness
@@ -36,6 +43,7 @@ from astraflow.dataflow.machine.queues import Queues
 from astraflow.dataflow.machine.records import PolicyState, State
 from astraflow.dataflow.machine.routing import Routing
 from astraflow.dataflow.operators.chain import chain_of
+from astraflow.dataflow.operators.source.chain import source_chain_of
 
 
 class Applied(NamedTuple):
@@ -57,15 +65,21 @@ class Machine:
         self._chains = {name: chain_of(name, p) for name, p in config.policies.items()}
         for name, chain in self._chains.items():
             chain.load_state_dicts(self.state.policies[name].operators)
-        self.admission = Admission(self.context)
         self.evaluation = Evaluation(self.context)
         self.queues = Queues(self.context)
-        self.routing = Routing(self.context, self._chains, self.queues, self.evaluation)
+        self.stages = Stages(self.context, stage_plans(config), self.queues.too_late)
+        self.consumers = Consumers(self.context, config.consumers, list(config.policies))
+        source_chains = {name: source_chain_of(name, config.sources[name]) for name in config.train_sources}
+        self.admission = Admission(self.context, source_chains, self.queues.ready)
+        self.routing = Routing(
+            self.context, self._chains, self.admission, self.queues, self.evaluation, self.stages, self.consumers
+        )
         self.leases = Leases(self.context, self.admission, self.evaluation, self.routing.complete)
-        self.live = Liveness(self.context)
+        self.live = Liveness(self.context, self.stages.plans)
 
     def snapshot(self) -> bytes:
         """The whole state as JSON."""
+        self.admission.keep_states()
         for name, chain in self._chains.items():
             self.state.policies[name].operators = chain.state_dicts()
         return msgspec.json.encode(self.state)
@@ -106,6 +120,10 @@ class Machine:
                 self.live.hear_node(command.join.node_id, now)
             case c.DrainNode():
                 self.leases.leave(command.node_id, died=False)
+            case c.LeaseRows() | c.AddColumns() | c.LeaveStage():
+                return self._stage(command, now)
+            case c.AckRows():
+                self.consumers.ack(command)
             case c.Expire():
                 self._expire(command)
             case c.Reopen():
@@ -127,10 +145,30 @@ class Machine:
                 self.queues.ack(name, ack.trainer_id, command.batch_id, ack.version, ack.metrics)
             case c.CoverBatches():
                 self.queues.cover(name, command.checkpoint.trainer_id, command.checkpoint.version)
+        if isinstance(command, c.AckBatch | c.ResumePolicy):
+            self.stages.sweep(name)
         self.live.hear_trainer(name, now)
         self.evaluation.start_due()
         if self.context.training_over:
             self.leases.abandon_training()
+        return reply
+
+    def _stage(self, command: c.LeaseRows | c.AddColumns | c.LeaveStage, now: float) -> Any:
+        stage, worker_id = command.stage, command.worker_id
+        self.stages.plan(stage)
+        reply: Any = None
+        match command:
+            case c.LeaseRows():
+                reply = self.stages.lease(stage, worker_id, command.request_id, command.n)
+                self.live.watch_rows(stage, reply, now)
+            case c.AddColumns():
+                reply, passed = self.stages.add(command)
+                for group in passed:
+                    self.routing.go_on(group)
+            case c.LeaveStage():
+                self.stages.leave(stage, worker_id, died=False)
+                return None
+        self.live.hear_worker(stage, worker_id, now)
         return reply
 
     def _lease(self, command: c.LeaseEpisodes, now: float) -> Any:
@@ -144,6 +182,10 @@ class Machine:
             self.leases.leave(node_id, died=True)
         if command.leases:
             self.leases.give_back(command.leases, lost=True)
+        for stage, worker_id in command.workers:
+            self.stages.leave(stage, worker_id, died=True)
+        for stage, entry_id, attempt in command.rows:
+            self.stages.give_back(stage, [(entry_id, attempt)], lost=True)
         for name in command.trainers:
             if (seen := self.live.trainers.get(name)) is not None:
                 seen.silent = True
@@ -156,6 +198,7 @@ class Machine:
         state, plan = self.state, self.context.plan
         if state.failure is not None:
             state.failure = None
+            self.admission.reopen()
             for policy in state.policies.values():
                 policy.dropped_in_row = policy.failed_in_row = 0
         if (

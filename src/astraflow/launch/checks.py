@@ -102,7 +102,7 @@ def check_play(config: RunConfig) -> dict[str, int]:
         if not rows[name]:
             raise SourceError(f"sources.{name}", spec.type, "has no rows", "give a file or range that holds some")
         first[name] = source.row(0)
-    played = {config.train_source} | ({config.evaluation.source} if config.evaluation is not None else set())
+    played = set(config.train_sources) | ({config.evaluation.source} if config.evaluation is not None else set())
     if isinstance(workflow, SingleTurn):
         for name in sorted(played):
             _check_keys(name, first[name], workflow.fields, "workflow.prompt names it")

@@ -153,7 +153,7 @@ def _settings(config: RunConfig) -> str:
     lines = ["| setting | value |", "|---|---|"]
     pairs: list[tuple[str, object]] = [
         ("workflow", f"{config.workflow.type}, group_size {config.workflow.group_size}"),
-        ("train source", f"{config.train_source}: {config.sources[config.train_source].type}"),
+        ("train sources", ", ".join(f"{name}: {config.sources[name].type}" for name in config.train_sources)),
         ("seed", config.run.seed),
         ("nodes", ", ".join(f"{node.name} ({node.concurrency} episodes)" for node in config.rollout.nodes) or "none"),
     ]

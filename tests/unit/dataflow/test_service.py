@@ -221,7 +221,7 @@ def test_a_restart_goes_on_where_the_service_was(serve: Serve, tmp_path: Path) -
     client = second.client()
     assert client.run().run_id == run_id
     after = client.status()
-    for key in ("accounting", "episodes", "cursor"):
+    for key in ("accounting", "episodes", "sources"):
         assert after[key] == before[key]
     assert after["time_s"] >= before["time_s"]
     assert set(client.commit([episode(x, "n", reward_of(x), 1) for x in leases]).values()) == {"accepted"}

@@ -98,4 +98,4 @@ def test_status_names_what_a_person_asks_for() -> None:
     assert shown["nodes"][0]["name"] == "n" and shown["nodes"][0]["leased"] == 4
     assert shown["evaluation"]["open"] == [{"version": 0, "done": 0, "of": 3}]
     assert shown["accounting"] == {"admitted": 1, "trained": 0, "dropped": {}, "in_flight": 1}
-    assert shown["cursor"] == {"source": "train", "epoch": 0, "position": 1}
+    assert shown["sources"]["train"]["epoch"] == 0 and shown["sources"]["train"]["position"] == 1

@@ -18,9 +18,11 @@ UNSCORED = "unscored"  # reason of a group that had no reward, or failures of se
 _MESSAGE_CHARS = 300
 
 
-def admit(context: Context, group_id: str) -> None:
+def admit(context: Context, group_id: str, source: str) -> None:
     """A task takes one slot of every policy that still trains."""
     state = context.state
+    state.sources[source].admitted += 1
+    state.sources[source].in_flight += 1
     wanted = [name for name in state.policies if not context.finished_policy(name)]
     for name in wanted:
         state.policies[name].admitted += 1
@@ -82,6 +84,7 @@ def _settle(context: Context, name: str, group_id: str, *, trained: bool, reason
     if account.open_policies:
         return
     del state.tasks[group_id]
+    state.sources[group_id.partition("/")[0]].in_flight -= 1
     if account.trained:
         state.trained += 1
     else:

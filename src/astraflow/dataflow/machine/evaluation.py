@@ -6,10 +6,11 @@ Its tasks are opened one by one when a node asks, and folded into sums when comp
 
 from __future__ import annotations
 
-from astraflow.dataflow.machine.admission import open_group
+from astraflow.dataflow.machine.admission.rows import open_group
 from astraflow.dataflow.machine.commands import Event, MetricsRow, Wake
 from astraflow.dataflow.machine.plan import Context, EvalPlan
 from astraflow.dataflow.machine.records import EpisodeCommit, EvalRound, OpenGroup
+from astraflow.types import Task
 
 
 class Evaluation:
@@ -52,7 +53,8 @@ class Evaluation:
                 row = round_.next_task
                 round_.next_task += 1
                 group_id = f"eval/{round_.version}/{evaluation.source}/{row}"
-                return open_group(context, group_id, evaluation.source, row, 0, evaluation.samples)
+                task = Task(evaluation.source, row, 0, {})
+                return open_group(context, group_id, task, evaluation.samples, "eval")
         return None
 
     def complete(self, group: OpenGroup) -> None:

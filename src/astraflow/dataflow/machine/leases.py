@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Callable, Iterable
 
 from astraflow.dataflow.machine import accounts
-from astraflow.dataflow.machine.admission import Admission
+from astraflow.dataflow.machine.admission.gate import Admission
 from astraflow.dataflow.machine.commands import Cancel, CommitEpisodes, Event, Refusal, Wake
 from astraflow.dataflow.machine.evaluation import Evaluation, version_of
 from astraflow.dataflow.machine.plan import Context
@@ -88,6 +88,7 @@ class Leases:
     def _pick(self, n: int) -> list[tuple[OpenGroup, int]]:
         """Evaluation first, at most half of a reply while there is training work."""
         state = self._context.state
+        self._admission.begin()
         if not self._evaluation.waiting:
             return self._pick_train(n)
         training = bool(state.pending) or self._admission.open
@@ -104,9 +105,10 @@ class Leases:
         picked: list[tuple[OpenGroup, int]] = []
         while len(picked) < n:
             if not state.pending:
-                if not self._admission.open:
+                group = self._admission.next_group()
+                if group is None:
                     break
-                _offer(state.pending, self._admission.next_group())
+                _offer(state.pending, group)
             _, k, group_id = heapq.heappop(state.pending)
             picked.append((state.groups[group_id], k))
         return picked

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from astraflow.config.schema import PolicySection, RunConfig
+from astraflow.config.schema import MixSection, PolicySection, RunConfig
 from astraflow.contracts import Source
 from astraflow.dataflow.machine.commands import Instruction
 from astraflow.dataflow.machine.records import State
+from astraflow.dataflow.machine.serving.waiting import Waiting
 from astraflow.errors import DataflowError, SourceError
 from astraflow.types import Purpose, Sampling
 
@@ -22,6 +23,10 @@ class PolicyPlan(msgspec.Struct, frozen=True):
     max_staleness: int
     max_dropped_groups: int
     sampling: dict[Purpose, Sampling]
+    order: Literal["edf", "fifo"] = "edf"
+    tokens: int = 0  # a batch is full at this many sampled tokens too; 0: by groups only
+    episodes: int = 0  # of a batch; 0: whole groups
+    group_size: int = 1  # largest of the training sources
 
 
 class EvalPlan(msgspec.Struct, frozen=True):
@@ -33,14 +38,28 @@ class EvalPlan(msgspec.Struct, frozen=True):
     samples: int
 
 
+class SourcePlan(msgspec.Struct, frozen=True):
+    """What the machine needs of one training source."""
+
+    num_rows: int
+    group_size: int
+
+
+class MixPlan(msgspec.Struct, frozen=True):
+    """[mix], or the one training source at a ratio of 1."""
+
+    ratios: dict[str, tuple[float, float]]  # source -> at the start, at the end; need not add up to 1
+    schedule: Literal["linear", "cosine"]
+    steps: int  # over which they move
+
+
 class Plan(msgspec.Struct, frozen=True):
     """Constants of a run."""
 
     steps: int
     seed: int
-    train_source: str
-    num_rows: int
-    group_size: int
+    sources: dict[str, SourcePlan]  # training sources
+    mix: MixPlan
     timeout_s: float
     max_attempts: int
     dead_after_s: float
@@ -54,6 +73,7 @@ class Context:
 
     def __init__(self, plan: Plan, state: State, sources: Mapping[str, Source]) -> None:
         self.plan, self.state, self.sources = plan, state, sources
+        self.waiting = {name: Waiting(state.policies[name], p.order) for name, p in plan.policies.items()}
         self.now = 0.0
         self.out: list[Instruction] = []
 
@@ -94,26 +114,42 @@ def plan_of(config: RunConfig, sources: Mapping[str, Source]) -> Plan:
                 "use 0 for all",
             )  # fmt: skip
         evaluation = EvalPlan(section.source, section.every, section.num_tasks or available, section.samples)
+    largest = max(config.group_size(name) for name in config.train_sources)
     eval_temperature = section.temperature if section is not None else 0.0
     return Plan(
         steps=config.run.steps,
         seed=config.run.seed,
-        train_source=config.train_source,
-        num_rows=len(sources[config.train_source]),
-        group_size=config.workflow.group_size,
+        sources={name: SourcePlan(len(sources[name]), config.group_size(name)) for name in config.train_sources},
+        mix=_mix_plan(config),
         timeout_s=config.workflow.timeout_s,
         max_attempts=config.workflow.max_attempts,
         dead_after_s=config.dataflow.dead_after_s,
         batch_lease_s=config.dataflow.batch_lease_s,
-        policies={name: _policy_plan(p, eval_temperature) for name, p in config.policies.items()},
+        policies={name: _policy_plan(p, eval_temperature, largest) for name, p in config.policies.items()},
         evaluation=evaluation,
     )
 
 
-def _policy_plan(policy: PolicySection, eval_temperature: float) -> PolicyPlan:
+def _mix_plan(config: RunConfig) -> MixPlan:
+    section = config.mix or MixSection(ratios=dict.fromkeys(config.train_sources, 1.0))
+    ratios = {name: r if isinstance(r, tuple) else (r, r) for name, r in section.ratios.items()}
+    return MixPlan(ratios, section.schedule, section.steps or config.run.steps)
+
+
+def _policy_plan(policy: PolicySection, eval_temperature: float, max_group_size: int) -> PolicyPlan:
     s = policy.sampling
     sampling = {
         purpose: Sampling(temperature=t, top_p=s.top_p, top_k=s.top_k, max_tokens=s.max_tokens)
         for purpose, t in (("train", s.temperature), ("eval", eval_temperature))
     }
-    return PolicyPlan(policy.batch.groups, policy.batch.max_staleness, policy.batch.max_dropped_groups, sampling)  # type: ignore[arg-type]
+    batch = policy.batch
+    return PolicyPlan(
+        groups=batch.groups,
+        max_staleness=batch.max_staleness,
+        max_dropped_groups=batch.max_dropped_groups,
+        sampling=sampling,  # type: ignore[arg-type]
+        order=batch.order,
+        tokens=batch.tokens,
+        episodes=batch.episodes,
+        group_size=max_group_size,
+    )

@@ -26,6 +26,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, gc=False):
     segment: int
     offset: int  # < 2**32
     length: int  # bytes, > 0
+    sum: int = 0  # xxh3 of the body, 64 bits; 0: not known
 
     @property
     def key(self) -> int:
@@ -94,6 +95,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     success: float  # 0..1
     call_advantages: tuple[float, ...] = ()  # one per call where credit is per call; replaces `advantage`
     added: list[Added] = []  # what stages added, in the order of arrival
+    sibling: int = 0  # number of the episode within its group
 
 
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -109,10 +111,27 @@ class Batch(msgspec.Struct):
     """The groups of one step of one policy; kept until a checkpoint covers it."""
 
     step: int
-    groups: list[QueuedGroup]
+    groups: list[QueuedGroup]  # as served; those that are trained again come first
     metrics: dict[str, float]
     acked: bool = False
     holder: str = ""  # trainer that got it, for /status; "": none, or one that fell silent. It binds nobody
+    num_replayed: int = 0  # how many of `groups` are trained again
+    originals: list[QueuedGroup] = []  # fresh groups as they were before `on_batch`; empty: as they are served
+
+
+class Rest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What is left of a group whose other episodes are part of an earlier batch; it goes first into the next one."""
+
+    group: QueuedGroup
+    num_entries: int  # of the whole group
+
+
+class StoredGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A trained group that an operator retains, to be trained again."""
+
+    group: QueuedGroup
+    step: int  # when it was trained last
+    uses: int  # how often it was trained, >= 1
 
 
 class PolicyState(msgspec.Struct):
@@ -123,13 +142,21 @@ class PolicyState(msgspec.Struct):
     version: int = -1  # of the current trainer
     latest: int = -1  # newest acknowledged version; -1: version 0 is not published
     covered: int = 0  # newest checkpoint
-    queue: list[tuple[int, int, QueuedGroup]] = []  # heap of (oldest version, arrival, group)
+    queue: dict[int, QueuedGroup] = {}  # arrival -> group; `serving.waiting` keeps them in order
     num_arrived: int = 0
+    queue_episodes: int = 0  # of the groups in `queue`
+    queue_tokens: int = 0  # sampled ones, of the groups in `queue`
+    rest: Rest | None = None  # of the group that the last batch cut; only with batch.episodes
     batches: dict[int, Batch] = {}  # step -> batch, in order of steps
+    recent: list[tuple[float, int]] = []  # last batches: fresh groups (a piece is a fraction), trained again
+    stored: dict[str, StoredGroup] = {}  # group id -> trained group that may be trained again
+    selected: list[str] = []  # of `stored`: what the next batch trains again
+    num_replayed: int = 0  # groups trained again, each time; no part of the accounting law
     admitted: int = 0
     trained: int = 0
     dropped: dict[str, int] = {}
     num_dropped: int = 0
+    dropped_episodes: dict[str, int] = {}  # scored episodes that were left of groups that count as trained
     dropped_in_row: int = 0  # since the last batch was formed
     failed_in_row: int = 0  # of those, groups whose episodes failed or had no reward
     operators: list[dict[str, Any]] = []  # operator states, filled for a snapshot
@@ -138,6 +165,11 @@ class PolicyState(msgspec.Struct):
     def in_flight(self) -> int:
         """Groups admitted and neither trained nor dropped."""
         return self.admitted - self.trained - self.num_dropped
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that wait for a batch, the rest of a cut one included."""
+        return len(self.queue) + (self.rest is not None)
 
 
 class NodeState(msgspec.Struct):
@@ -176,6 +208,68 @@ class EvalRound(msgspec.Struct):
     started_s: float = 0.0
 
 
+class StagedEntry(msgspec.Struct, array_like=True):
+    """One entry of a group that waits for stages. Dicts are keyed by stage and hold those that are not done with it."""
+
+    part: Part  # with the reward that a stage gave it
+    left: list[str]  # stages that are not done with it, in an order that fits what they need of each other
+    added: list[Added] = []
+    attempts: dict[str, int] = {}  # newest attempt; absent: never leased
+    losses: dict[str, int] = {}  # attempts that ended without columns
+    holders: dict[str, str] = {}  # worker that holds the lease
+
+
+class StagedGroup(msgspec.Struct, array_like=True):
+    """A complete group of one policy that waits for stages; one of `closed` and `queued` is set."""
+
+    policy: str
+    group_id: str
+    seq: int  # order of arrival
+    min_version: int  # oldest version among all sampled tokens
+    entries: dict[int, StagedEntry]  # by sibling
+    closed: OpenGroup | None = None  # before the operators: its episodes, with the parts of this policy only
+    queued: QueuedGroup | None = None  # after the operators
+
+
+class StageWorker(msgspec.Struct):
+    """A worker of a stage that holds leases, or did a moment ago."""
+
+    held: dict[str, int] = {}  # entry id -> attempt
+    last_lease: str = ""  # request id
+    last_given: list[str] = []  # entry ids given for it
+    last_push: str = ""  # request id
+    last_results: dict[str, str] = {}  # what was answered to it
+
+
+class StageState(msgspec.Struct):
+    """One stage: what waits for it, who works, its account in entries."""
+
+    pending: list[tuple[int, int, str]] = []  # heap of (oldest version, arrival of the group, entry id)
+    workers: dict[str, StageWorker] = {}
+    num_done: int = 0
+    num_lost: int = 0  # leases that ran out or came back refused
+    refused: dict[str, int] = {}  # reason -> entries
+
+
+class ConsumerLog(msgspec.Struct):
+    """The groups of one policy that entered its queue, while a consumer needs them."""
+
+    first: int = 0  # number of `groups[0]`, counted from the start of the run
+    groups: list[QueuedGroup] = []
+
+    @property
+    def end(self) -> int:
+        """Number of the next group."""
+        return self.first + len(self.groups)
+
+
+class ConsumerState(msgspec.Struct):
+    """Where one consumer stands."""
+
+    positions: dict[str, int] = {}  # policy -> number of the first group that it has not acknowledged
+    missed: dict[str, int] = {}  # policy -> groups that were forgotten before it acknowledged them
+
+
 class Failed(msgspec.Struct, frozen=True):
     """Why the run cannot go on: the parts of a `Problem` and the name of its class."""
 
@@ -189,6 +283,21 @@ class Failed(msgspec.Struct, frozen=True):
         return f"{self.thing}={self.value} {self.rule}; {self.fix}"
 
 
+class SourceState(msgspec.Struct):
+    """One training source: its cursor, its turn in the mix, and what became of its rows."""
+
+    epoch: int = 0
+    position: int = 0  # within the shuffle of the epoch
+    credit: float = 0.0  # picks that the mix owes it; negative: it was picked ahead of its share
+    admitted: int = 0  # tasks
+    in_flight: int = 0  # of those, neither trained nor dropped
+    skipped: dict[str, int] = {}  # operator -> rows that it refused; they were never admitted
+    barren: int = 0  # rows refused in a row, weighted, see `admission.gate`
+    asleep: str = ""  # operator for which it gives no task until `State.news` changes; "": it may give one
+    seen: int = -1  # `State.news` when its operators were last asked
+    operators: list[dict[str, Any]] = []  # operator states, filled for a snapshot
+
+
 class State(msgspec.Struct):
     """Everything that survives a restart."""
 
@@ -198,8 +307,8 @@ class State(msgspec.Struct):
     pending: list[tuple[int, int, str]] = []  # heap of (admission order, sibling, group id): waiting for a node
     eval_pending: list[tuple[int, int, str]] = []
     tasks: dict[str, TaskAccount] = {}  # group id -> account, while in flight
-    epoch: int = 0  # source cursor
-    position: int = 0
+    sources: dict[str, SourceState] = {}  # training sources
+    num_results: int = 0  # complete groups, once per policy, that operators of sources were told of
     num_groups: int = 0  # opened so far, gives `OpenGroup.seq`
     puts: dict[int, Put] = {}  # `Put.key` -> where, while referenced
     put_refs: dict[int, int] = {}  # `Put.key` -> parts that need it
@@ -218,3 +327,18 @@ class State(msgspec.Struct):
     errors: dict[str, int] = {}  # kind -> committed episodes with such an error
     first_errors: dict[str, str] = {}  # kind -> the first such error, shortened
     failure: Failed | None = None
+    staged: dict[str, StagedGroup] = {}  # "<policy>/<group id>" -> a group that waits for stages
+    num_staged: int = 0  # so far, gives `StagedGroup.seq`
+    stages: dict[str, StageState] = {}
+    logs: dict[str, ConsumerLog] = {}  # policy -> what its consumers read
+    consumers: dict[str, ConsumerState] = {}
+
+    @property
+    def news(self) -> int:
+        """Grows whenever something happens that may change the mind of an operator of a source."""
+        return self.num_results + self.admitted - len(self.tasks) + sum(p.latest for p in self.policies.values())
+
+    @property
+    def skipped(self) -> dict[str, dict[str, int]]:
+        """Source -> operator -> rows that it refused."""
+        return {name: source.skipped for name, source in self.sources.items() if source.skipped}

@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from astraflow.dataflow.machine import accounts
+from astraflow.dataflow.machine.admission.gate import Admission
+from astraflow.dataflow.machine.beside.consumers import Consumers
+from astraflow.dataflow.machine.beside.stages import Passed, Stages
 from astraflow.dataflow.machine.evaluation import Evaluation, success_of
 from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.queues import Queues
-from astraflow.dataflow.machine.records import Entry, Failed, OpenGroup, Part, QueuedGroup
+from astraflow.dataflow.machine.records import Added, Entry, Failed, OpenGroup, Part, QueuedGroup
 from astraflow.dataflow.operators.chain import Chain
 from astraflow.errors import DataflowError
 from astraflow.types import Group, Task
@@ -25,8 +28,19 @@ Parts = Mapping[int, Part]  # sibling -> the policy's share of its episode; only
 class Routing:
     """What happens to groups whose episodes are all done."""
 
-    def __init__(self, context: Context, chains: Mapping[str, Chain], queues: Queues, evaluation: Evaluation) -> None:
-        self._context, self._chains, self._queues, self._evaluation = context, chains, queues, evaluation
+    def __init__(
+        self,
+        context: Context,
+        chains: Mapping[str, Chain],
+        admission: Admission,
+        queues: Queues,
+        evaluation: Evaluation,
+        stages: Stages,
+        consumers: Consumers,
+    ) -> None:
+        self._context, self._chains, self._admission = context, chains, admission
+        self._queues, self._evaluation = queues, evaluation
+        self._stages, self._consumers = stages, consumers
 
     def complete(self, group: OpenGroup) -> None:
         """All episodes of a group are done: evaluation sums it up, training judges it for each policy that wants it."""
@@ -42,14 +56,28 @@ class Routing:
         }
         accounts.release(self._context, (part for (name, _), part in parts.items() if name not in wanted))
         for name in wanted:
-            self.judge(name, group, {k: part for (policy, k), part in parts.items() if policy == name})
+            own = {k: part for (policy, k), part in parts.items() if policy == name}
+            if not self._stages.hold_closed(name, group, own):
+                self.judge(name, group, own, {})
 
-    def judge(self, name: str, group: OpenGroup, parts: Parts) -> None:
-        """Operators of one policy: passed on or dropped, and rows that nobody needs are released."""
+    def go_on(self, passed: Passed) -> None:
+        """A group whose stages are done."""
+        group = passed.group
+        if group.closed is not None:
+            self.judge(group.policy, group.closed, passed.parts, passed.added)
+        elif group.queued is not None:
+            self._push(group.policy, group.queued)
+
+    def judge(self, name: str, group: OpenGroup, parts: Parts, added: Mapping[int, list[Added]]) -> None:
+        """Operators of one policy: passed on or dropped, and rows that nobody needs are released. `added`: by sibling,
+        what stages added before.
+        """
         seen = as_group(name, group, parts, self._context)
+        self._admission.on_result(seen)
         result, failed = self._verdict(name, seen)
         if isinstance(result, str):
             accounts.release(self._context, parts.values())
+            accounts.release(self._context, (a for columns in added.values() for a in columns))
             accounts.settle_dropped(self._context, name, group.group_id, result, failed=failed)
             return
         entries, used = [], set()
@@ -60,14 +88,22 @@ class Routing:
             commit = group.results[k]
             if reward is not None and commit is not None and k in parts:
                 used.add(k)
-                entries.append(Entry(parts[k], advantage, success_of(commit, reward)))
+                entries.append(
+                    Entry(parts[k], advantage, success_of(commit, reward), added=added.get(k, []), sibling=k)
+                )
         accounts.release(self._context, (part for k, part in parts.items() if k not in used))
+        accounts.release(self._context, (a for k, columns in added.items() if k not in used for a in columns))
         oldest = min(e.part.min_version for e in entries)
         self.pass_on(name, QueuedGroup(group.group_id, result.weight, oldest, entries))
 
     def pass_on(self, name: str, group: QueuedGroup) -> None:
         """A group that its operators let through."""
-        self._queues.push(name, group)
+        if not self._stages.hold_queued(name, group):
+            self._push(name, group)
+
+    def _push(self, name: str, group: QueuedGroup) -> None:
+        if self._queues.push(name, group):
+            self._consumers.log(name, group)
 
     def _verdict(self, name: str, seen: Group) -> tuple[Group | str, bool]:
         """The group with advantages or the reason for dropping it, and whether that is for want of scored episodes."""

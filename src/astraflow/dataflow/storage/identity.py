@@ -14,7 +14,12 @@ _FREE_OF_WORKFLOW = ("timeout_s", "max_attempts")
 def fixed_settings(config: RunConfig) -> dict[str, Any]:
     """Settings that may not change within a run directory, by dotted path; all others may."""
     raw = config.model_dump(mode="json")
-    fixed: dict[str, Any] = {"run.seed": config.run.seed, "train_source": config.train_source}
+    fixed: dict[str, Any] = {"run.seed": config.run.seed}
+    fixed["train_source"] = config.train_source if config.mix is None else None
+    fixed["mix"] = raw["mix"]
+    for name in config.train_sources:
+        fixed[f"sources.{name}.group_size"] = raw["sources"][name]["group_size"]
+        fixed[f"sources.{name}.operators"] = raw["sources"][name]["operators"]
     for key, value in raw["workflow"].items():
         if key not in _FREE_OF_WORKFLOW:
             fixed[f"workflow.{key}"] = value

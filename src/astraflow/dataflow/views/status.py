@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from astraflow.dataflow.machine.records import PolicyState
+from astraflow.dataflow.machine.records import PolicyState, SourceState
 from astraflow.dataflow.state import Machine
 from astraflow.observe.metrics import MetricsRegistry
 
@@ -39,7 +39,20 @@ def status(machine: Machine, now: float) -> dict[str, Any]:
             "open": [{"version": r.version, "done": r.num_done, "of": r.num_tasks} for r in state.rounds],
             "results": state.results,
         },
-        "cursor": {"source": machine.context.plan.train_source, "epoch": state.epoch, "position": state.position},
+        "sources": {name: _source(machine, name, source) for name, source in state.sources.items()},
+    }
+
+
+def _source(machine: Machine, name: str, source: SourceState) -> dict[str, Any]:
+    return {
+        "share": round(machine.admission.shares()[name], 4),
+        "epoch": source.epoch,
+        "position": source.position,
+        "rows": machine.context.plan.sources[name].num_rows,
+        "admitted": source.admitted,
+        "in_flight": source.in_flight,
+        "skipped": source.skipped,
+        "asleep": source.asleep,
     }
 
 
@@ -100,6 +113,11 @@ def prometheus_text(machine: Machine) -> bytes:
         registry.set("astraflow_groups_trained_total", policy.trained, policy=name)
         for reason, count in policy.dropped.items():
             registry.set("astraflow_groups_dropped_total", count, policy=name, reason=reason)
+    for name, source in state.sources.items():
+        registry.set("astraflow_source_tasks_admitted_total", source.admitted, source=name)
+        registry.set("astraflow_source_tasks_in_flight", source.in_flight, source=name)
+        for operator, count in source.skipped.items():
+            registry.set("astraflow_tasks_skipped_total", count, source=name, operator=operator)
     registry.set("astraflow_episodes_committed_total", state.num_episodes)
     registry.set("astraflow_episodes_refused_total", state.num_refused)
     registry.set("astraflow_leases_lost_total", state.num_lost)
