@@ -50,6 +50,9 @@ class Operator(Protocol):
     option may decide it, so it may be set in `__init__`."""
     needs_tokens: ClassVar[bool] = False
     """True: `Group.tokens` is filled for `on_group`."""
+    max_age: int | None = None
+    """Versions by which what it selects may be behind the trainer, set in `__init__`; None: `batch.max_staleness`. More
+    than that is refused unless the loss corrects off-policy data."""
     min_siblings: int = 1
     """Episodes per task below which it can do nothing: such a run file is refused. May be set in `__init__` too."""
 

@@ -66,7 +66,7 @@ class Machine:
         for name, chain in self._chains.items():
             chain.load_state_dicts(self.state.policies[name].operators)
         self.evaluation = Evaluation(self.context)
-        self.queues = Queues(self.context)
+        self.queues = Queues(self.context, self._chains)
         self.stages = Stages(self.context, stage_plans(config), self.queues.too_late)
         self.consumers = Consumers(self.context, config.consumers, list(config.policies))
         source_chains = {name: source_chain_of(name, config.sources[name]) for name in config.train_sources}

@@ -10,7 +10,9 @@ import numpy as np
 from astraflow.config.schema import RunConfig
 from astraflow.contracts import Source
 from astraflow.dataflow.machine import commands as c
-from astraflow.dataflow.machine.records import Batch, EpisodeCommit, Part, Put
+from astraflow.dataflow.machine.records import Added, Batch, EpisodeCommit, Part, PolicyState, Put, QueuedGroup
+from astraflow.dataflow.machine.serving.pacing import most_in_flight
+from astraflow.dataflow.machine.serving.waiting import size_of
 from astraflow.dataflow.state import Machine
 from astraflow.types import Episode, EpisodeLease, Trajectory
 from astraflow.wire import messages as m
@@ -189,6 +191,35 @@ class Desk:
         self.ack(batch.step, policy=policy)
         return batch
 
+    def stage_lease(
+        self, stage: str, n: int = 1, worker: str = "w", request: str | None = None
+    ) -> list[tuple[str, int]]:
+        """Entries for a worker of a stage, with about `n` rows."""
+        self._num_requests += 1
+        given: list[tuple[str, int]] = self.do(c.LeaseRows(stage, worker, request or f"r{self._num_requests}", n))
+        return given
+
+    def stage_add(
+        self,
+        stage: str,
+        leases: Sequence[tuple[str, int]],
+        reward: Callable[[str], float | None] = lambda entry_id: None,
+        *,
+        worker: str = "w",
+        request: str | None = None,
+        problem: str = "",
+    ) -> dict[str, str]:
+        """Columns for leased entries, one row each."""
+        self._num_puts += 1
+        self._num_requests += 1
+        put = Put(1 + self._num_puts // 100, 64 * self._num_puts, 64)
+        entries = [c.EntryColumns(e, attempt, [i], reward(e), problem) for i, (e, attempt) in enumerate(leases)]
+        command = c.AddColumns(
+            stage, worker, request or f"r{self._num_requests}", None if problem else put, entries
+        )
+        answers: dict[str, str] = self.do(command)
+        return answers
+
     def pass_time(self, seconds: float) -> c.Expire | None:
         """Turn the clock and let what is due expire."""
         self.now += seconds
@@ -220,21 +251,35 @@ def check_law(machine: Machine) -> None:
     state = machine.state
     for name, policy in state.policies.items():
         assert policy.num_dropped == sum(policy.dropped.values()), name
-        held = [g.group_id for _, _, g in policy.queue]
-        held += [g.group_id for b in policy.batches.values() if not b.acked for g in b.groups]
+        held = {g.group_id for g in policy.queue.values()}
+        assert len(held) == len(policy.queue), f"{name}: a group waits twice"
+        held |= {g.group_id for g in state.staged.values() if g.policy == name}
+        held |= {g.group_id for b in policy.batches.values() if not b.acked for g in b.groups[b.num_replayed :]}
+        if policy.rest is not None:
+            held.add(policy.rest.group.group_id)
         playing = [g for g in state.groups.values() if g.purpose == "train"]
         open_here = [g.group_id for g in playing if name in state.tasks[g.group_id].open_policies]
         assert policy.in_flight == len(held) + len(open_here), f"{name}: in flight is not what is held"
-        limit = (machine.context.plan.policies[name].max_staleness + 1) * machine.context.plan.policies[name].groups
-        assert policy.in_flight <= limit, f"{name}: gate exceeded"
-        assert policy.trained == policy.latest * machine.context.plan.policies[name].groups or policy.latest < 1
+        plan = machine.context.plan.policies[name]
+        assert policy.in_flight <= most_in_flight(plan), f"{name}: gate exceeded"
+        if not plan.tokens and not plan.episodes and policy.latest > 0:
+            assert policy.trained + policy.num_replayed == policy.latest * plan.groups, f"{name}: batches are not full"
+        assert set(policy.selected) <= set(policy.stored), f"{name}: what is not stored is selected"
+        assert not set(policy.stored) & {g.group_id for g in policy.queue.values()}, f"{name}: stored and waiting"
+        sizes = [size_of(g) for g in policy.queue.values()]
+        assert policy.queue_episodes == sum(s.episodes for s in sizes), name
+        assert policy.queue_tokens == sum(s.tokens for s in sizes), name
     assert state.admitted == state.trained + sum(state.dropped.values()) + len(state.tasks)
-    kept = [e.part for p in state.policies.values() for _, _, g in p.queue for e in g.entries]
-    kept += [e.part for p in state.policies.values() for b in p.batches.values() for g in b.groups for e in g.entries]
+    entries = [e for p in state.policies.values() for g in _kept_groups(p) for e in g.entries]
+    kept: list[Part | Added] = [e.part for e in entries]
     kept += [
         part for g in state.groups.values() if g.purpose == "train" for r in g.results if r is not None
         if r.error is None for part in r.parts
     ]  # fmt: skip
+    entries += [e for log in state.logs.values() for g in log.groups for e in g.entries]
+    kept += [e.part for log in state.logs.values() for g in log.groups for e in g.entries]
+    kept += check_stages(machine)
+    kept += [added for e in entries for added in e.added]
     refs: dict[int, int] = {}
     for part in kept:
         refs[part.put] = refs.get(part.put, 0) + 1
@@ -242,3 +287,41 @@ def check_law(machine: Machine) -> None:
     assert set(refs) == set(state.puts)
     segments = [put.segment for put in state.puts.values()]
     assert {s: segments.count(s) for s in segments} == state.segment_puts
+
+
+def _kept_groups(policy: PolicyState) -> list[QueuedGroup]:
+    """Groups whose rows are kept, as often as something needs them."""
+    groups = [*policy.queue.values(), *(s.group for s in policy.stored.values())]
+    groups += [g for b in policy.batches.values() for g in b.groups]
+    return [*groups, policy.rest.group] if policy.rest is not None else groups
+
+
+def check_stages(machine: Machine) -> list[Part | Added]:
+    """What waits for stages waits exactly once, and is held on both sides; gives what it needs.
+
+    Raises: AssertionError: naming what does not hold.
+    """
+    state, needed, waiting, held = machine.state, list[Part | Added](), set(), set()
+    for key, group in state.staged.items():
+        assert (group.closed is None) != (group.queued is None)
+        assert group.policy in key and any(entry.left for entry in group.entries.values()), key
+        for k, entry in group.entries.items():
+            needed += entry.added
+            assert not set(entry.holders) - set(entry.left)
+            held |= {(stage, worker, f"{key}/{k}", entry.attempts[stage]) for stage, worker in entry.holders.items()}
+            ready = [s for s in entry.left if not set(machine.stages.plans[s].after) & set(entry.left)]
+            waiting |= {(stage, f"{key}/{k}") for stage in ready if stage not in entry.holders}
+        if group.closed is not None:
+            needed += [part for r in group.closed.results if r is not None for part in r.parts]
+        else:
+            needed += [entry.part for entry in group.entries.values()]
+    pending = [(name, x[2]) for name, stage in state.stages.items() for x in stage.pending]
+    assert sorted(pending) == sorted(waiting), "pending is not what waits"
+    workers = {
+        (name, worker_id, *lease)
+        for name, stage in state.stages.items()
+        for worker_id, worker in stage.workers.items()
+        for lease in worker.held.items()
+    }
+    assert workers == held, "leases differ between workers and entries"
+    return needed

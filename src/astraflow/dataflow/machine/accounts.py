@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from astraflow.dataflow.machine.commands import DropSegment, Event, Wake
 from astraflow.dataflow.machine.plan import Context
-from astraflow.dataflow.machine.records import Added, Entry, Failed, Part, PolicyState, Put, TaskAccount
+from astraflow.dataflow.machine.records import Added, Entry, Failed, Part, PolicyState, Put, QueuedGroup, TaskAccount
 from astraflow.types import error_kind
 
 RECENT_GROUPS = 4096
@@ -48,6 +48,14 @@ def settle_dropped(context: Context, name: str, group_id: str, reason: str, *, f
         policy.dropped_in_row += 1
         policy.failed_in_row += failed
         _check_anything_left(context, name, policy)
+
+
+def drop_episodes(context: Context, name: str, group: QueuedGroup, reason: str) -> None:
+    """These scored episodes of a group that counts as trained will not be trained."""
+    policy, num = context.state.policies[name], len(group.entries)
+    policy.dropped_episodes[reason] = policy.dropped_episodes.get(reason, 0) + num
+    fields = {"policy": name, "group_id": group.group_id, "reason": reason, "episodes": num}
+    context.out.append(Event("episodes_dropped", fields))
 
 
 def count_error(context: Context, error: str) -> None:

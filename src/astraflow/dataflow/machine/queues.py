@@ -1,25 +1,28 @@
-"""Per policy: complete groups wait ordered by oldest weight version, leave as batches, and are kept until a checkpoint.
+"""Per policy: complete groups wait in order, leave as batches, and are kept until a checkpoint covers their batch.
 
 ```
- push ─► queue (heap: oldest version, arrival) ─take(v)─► batch of step v+1 ─ack─► trained ─cover─► forgotten
-              │ older than v - max_staleness                  ▲        │
-              └─► dropped "stale"                             └────────┘ resume(c): steps c+1.. are served again
+ push ─► waiting (edf | fifo) ─take(v)─► batch of step v+1 ─ack─► trained ─cover─► forgotten
+              │ older than          ▲          ▲        │   └─► stored by an operator ─► part of a later batch
+              │ v - max_staleness   └ rest of a cut group
+              └─► dropped "stale"              └────────┘ resume(c): steps c+1.. are served again
 ```
 
 There is at most one batch per `(policy, step)`, so asking again, a crash of the trainer, or another trainer that takes
-over all get the same rows, and nothing is ever trained twice.
+over all get the same rows, and nothing is trained twice but what an operator selects to be (`serving.replay`).
 """
 
 from __future__ import annotations
 
-import heapq
-
-import numpy as np
+from collections.abc import Mapping
 
 from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine.commands import BatchGrant, Event, MetricsRow, Refusal, Wake
 from astraflow.dataflow.machine.plan import Context
-from astraflow.dataflow.machine.records import Batch, PolicyState, QueuedGroup
+from astraflow.dataflow.machine.records import Batch, Failed, PolicyState, QueuedGroup
+from astraflow.dataflow.machine.serving import forming, pacing
+from astraflow.dataflow.machine.serving.replay import Replay
+from astraflow.dataflow.operators.chain import Chain
+from astraflow.errors import DataflowError
 from astraflow.wire import messages
 
 
@@ -29,20 +32,19 @@ def batch_id(policy: str, step: int) -> str:
 
 
 class Queues:
-    """The queues, batches and trainers of all policies."""
+    """The queues, batches and trainers of all policies. `chains`: the operators of each."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, context: Context, chains: Mapping[str, Chain]) -> None:
+        self._context, self._chains = context, chains
+        self._replays = {name: Replay(context, name, chain.operators) for name, chain in chains.items()}
 
     def push(self, name: str, group: QueuedGroup) -> bool:
         """A complete group starts to wait; False: too old or too late, it was dropped at once."""
-        policy = self._context.state.policies[name]
         if (reason := self.too_late(name, group.min_version)) is not None:
             self._drop(name, group, reason)
             return False
-        heapq.heappush(policy.queue, (group.min_version, policy.num_arrived, group))
-        policy.num_arrived += 1
-        if len(policy.queue) >= self._context.plan.policies[name].groups:
+        self._context.waiting[name].push(group)
+        if pacing.ready(self._context, name):
             self._context.out.append(Wake(name))
         return True
 
@@ -59,7 +61,7 @@ class Queues:
     def ready(self, name: str, version: int) -> bool:
         """A trainer at `version` would get a batch now."""
         policy = self._context.state.policies[name]
-        return version + 1 in policy.batches or len(policy.queue) >= self._context.plan.policies[name].groups
+        return version + 1 in policy.batches or pacing.ready(self._context, name)
 
     def take(self, name: str, trainer_id: str, version: int) -> BatchGrant | None:
         """The batch of step `version + 1`, formed now or before; None: not enough groups wait."""
@@ -153,70 +155,72 @@ class Queues:
             )  # fmt: skip
 
     def _form(self, name: str, policy: PolicyState, step: int) -> bool:
-        wanted = self._context.plan.policies[name].groups
+        context, replay = self._context, self._replays[name]
         self._drop_stale(name, policy)
-        if len(policy.queue) < wanted:
+        if not pacing.ready(context, name):
             return False
-        groups = [heapq.heappop(policy.queue)[2] for _ in range(wanted)]
-        metrics = batch_metrics(groups, step - 1, self._context.plan.policies[name].max_staleness)
-        metrics["queue/groups"] = float(len(policy.queue))
-        policy.batches[step] = Batch(step, groups, metrics)
+        picked = forming.pick(context, name)
+        try:
+            groups = forming.credited(context, name, self._chains[name], [*picked.again, *picked.fresh], step)
+        except DataflowError as error:
+            forming.undo(context, name, picked)
+            accounts.fail(context, Failed("DataflowError", error.thing, str(error.value), error.rule, error.fix))
+            return False
+        num_again = len(picked.again)
+        for group in picked.again:
+            accounts.retain_entries(context, group.entries)
+        metrics = forming.batch_metrics(groups, step - 1, replay.max_age)
+        metrics |= {"queue/groups": float(policy.num_waiting), "batch/replayed_groups": float(num_again)}
+        batch = Batch(step, groups, metrics, num_replayed=num_again)
+        if replay.stores and groups[num_again:] != picked.fresh:
+            batch.originals = picked.fresh
+        policy.batches[step] = batch
+        policy.selected = []
+        policy.recent = [*policy.recent, (picked.num_fresh, num_again)][-pacing.RECENT_BATCHES :]
         policy.dropped_in_row = policy.failed_in_row = 0
         return True
 
     def _train(self, name: str, policy: PolicyState, step: int, metrics: dict[str, float]) -> None:
         batch = policy.batches[step]
         batch.acked, policy.latest = True, step
-        for group in batch.groups:
-            accounts.settle_trained(self._context, name, group.group_id)
+        for group in batch.groups[batch.num_replayed :]:
+            if policy.rest is None or policy.rest.group.group_id != group.group_id:
+                accounts.settle_trained(self._context, name, group.group_id)
+        self._replays[name].settle(batch)
         account = {f"groups/dropped/{reason}": float(n) for reason, n in policy.dropped.items()}
+        account |= {f"episodes/dropped/{reason}": float(n) for reason, n in policy.dropped_episodes.items()}
         account |= {
             "groups/admitted": float(policy.admitted),
             "groups/trained": float(policy.trained),
             "groups/dropped": float(policy.num_dropped),
             "groups/in_flight": float(policy.in_flight),
+            "groups/replayed": float(policy.num_replayed),
         }
         row = MetricsRow("step", name, step, self._context.now, {**batch.metrics, **account, **metrics})
         self._context.out += [row, Event("step", {"policy": name, "step": step, **row.metrics})]
         self._drop_stale(name, policy)
         if self._context.finished_policy(name):
+            self._drop_rest(name, policy, "finished")
             while policy.queue:
-                self._drop(name, heapq.heappop(policy.queue)[2], "finished")
+                self._drop(name, self._context.waiting[name].pop()[1], "finished")
         self._context.out += [Wake("leases"), Wake(name)]
 
     def _drop_stale(self, name: str, policy: PolicyState) -> None:
-        while policy.queue and policy.queue[0][0] < self.oldest_allowed(name):
-            self._drop(name, heapq.heappop(policy.queue)[2], "stale")
+        oldest = self.oldest_allowed(name)
+        for group in self._context.waiting[name].pop_older(oldest):
+            self._drop(name, group, "stale")
+        if policy.rest is not None and policy.rest.group.min_version < oldest:
+            self._drop_rest(name, policy, "stale")
+
+    def _drop_rest(self, name: str, policy: PolicyState, reason: str) -> None:
+        """The rest of a cut group will not be trained: the group counts as trained, its pieces are acknowledged."""
+        rest, policy.rest = policy.rest, None
+        if rest is not None:
+            accounts.release_entries(self._context, rest.group.entries)
+            accounts.drop_episodes(self._context, name, rest.group, reason)
+            accounts.settle_trained(self._context, name, rest.group.group_id)
 
     def _drop(self, name: str, group: QueuedGroup, reason: str) -> None:
         accounts.release_entries(self._context, group.entries)
         accounts.settle_dropped(self._context, name, group.group_id, reason)
 
-
-def batch_metrics(groups: list[QueuedGroup], version: int, max_staleness: int) -> dict[str, float]:
-    """What the batch is made of; staleness is per trajectory: `version` minus the oldest of its sampled tokens."""
-    entries = [e for g in groups for e in g.entries]
-    rewards = np.array([e.part.reward for e in entries], np.float64)
-    tokens = np.array([e.part.num_tokens for e in entries], np.float64)
-    oldest = np.array([v for e in entries for v in e.part.min_versions if v >= 0], np.int64)
-    staleness = version - oldest if oldest.size else np.zeros(1, np.int64)
-    num_rows = sum(len(e.part.rows) for e in entries)
-    metrics = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/min": float(rewards.min()),
-        "reward/max": float(rewards.max()),
-        "success/mean": float(np.mean([e.success for e in entries])),
-        "tokens/sampled": float(tokens.sum()),
-        "tokens/per_episode": float(tokens.mean()),
-        "episodes/truncated": sum(e.part.num_truncated for e in entries) / max(num_rows, 1),
-        "staleness/mean": float(staleness.mean()),
-        "staleness/p99": float(np.percentile(staleness, 99)),
-        "staleness/max": float(staleness.max()),
-        "batch/groups": float(len(groups)),
-        "batch/episodes": float(len(entries)),
-        "batch/trajectories": float(num_rows),
-    }
-    counts = np.bincount(np.clip(staleness, 0, max_staleness), minlength=max_staleness + 1)
-    metrics |= {f"staleness/count/{i}": float(n) for i, n in enumerate(counts)}
-    return metrics

@@ -7,6 +7,10 @@ and this group is in the next one: the trainer is then at most at v + S, hence s
 the order of their age. Groups that overtake break that argument, not the bound: the check at hand-out is hard.
 Example: G = 16, S = 0: 16 groups are admitted, nothing more until their step is acknowledged: synchronous training.
 
+Where a batch is not G fresh groups (`batch.tokens`, `batch.episodes`, replay), the mean m of fresh groups of the last
+batches takes the place of G: the argument holds as long as m moves slowly. While no batch is being trained F may
+always reach what the next batch lacks, so a mean that is too small delays nothing (`serving.pacing`).
+
 Never more groups are admitted than the remaining steps need, so nothing is played for nothing at the end.
 
 **Refusals.** A row that the operators refuse is counted and passed by. A source that says "wait", or whose operators
@@ -24,6 +28,7 @@ from astraflow.dataflow.machine.admission.rows import Rows, open_group
 from astraflow.dataflow.machine.commands import Wake
 from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.records import Failed, OpenGroup, SourceState
+from astraflow.dataflow.machine.serving import pacing
 from astraflow.dataflow.operators.source.chain import SourceChain, Verdict
 from astraflow.errors import DataflowError
 from astraflow.types import Group, SourceView, Task
@@ -62,10 +67,7 @@ class Admission:
 
     def limit(self, name: str) -> int:
         """Groups of policy `name` that may be in flight now."""
-        plan, policy = self._context.plan, self._context.state.policies[name]
-        groups = plan.policies[name].groups
-        ahead = (plan.policies[name].max_staleness + 1) * groups
-        return max(0, min(ahead, (plan.steps - policy.latest) * groups))
+        return pacing.limit(self._context, name)
 
     @property
     def open(self) -> bool:
@@ -181,7 +183,7 @@ class Admission:
         for name, policy in context.state.policies.items():
             if context.finished_policy(name):
                 continue
-            if policy.in_flight > len(policy.queue) or self._ready(name, policy.latest):
+            if policy.in_flight > policy.num_waiting or self._ready(name, policy.latest):
                 return
         asleep = {name: context.state.sources[name] for name, part in share.items() if part > 0}
         said, fixes = [], {}
