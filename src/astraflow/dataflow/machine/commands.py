@@ -73,12 +73,58 @@ class CoverBatches(msgspec.Struct, frozen=True, tag=True):
     checkpoint: messages.Checkpoint
 
 
+class LeaseRows(msgspec.Struct, frozen=True, tag=True):
+    """A worker of a stage asks for entries with about `n` rows."""
+
+    stage: str
+    worker_id: str
+    request_id: str
+    n: int
+
+
+class EntryColumns(msgspec.Struct, frozen=True, array_like=True):
+    """What a stage made of one entry, or why it is refused."""
+
+    entry_id: str
+    attempt: int
+    rows: list[int]  # row numbers within the put, one per row of the entry
+    reward: float | None = None  # of a stage that adds "reward"; None: unscored
+    problem: str = ""  # "<reason>: <sentence>": the lease goes back; "": the columns are good
+
+
+class AddColumns(msgspec.Struct, frozen=True, tag=True):
+    """A worker of a stage hands in columns, which lie at `put` (None: no entry has good ones)."""
+
+    stage: str
+    worker_id: str
+    request_id: str
+    put: Put | None
+    entries: list[EntryColumns]
+
+
+class LeaveStage(msgspec.Struct, frozen=True, tag=True):
+    """A worker of a stage leaves; its leases are given back."""
+
+    stage: str
+    worker_id: str
+
+
+class AckRows(msgspec.Struct, frozen=True, tag=True):
+    """A consumer is done with the groups of a policy before number `position`."""
+
+    consumer: str
+    policy: str
+    position: int
+
+
 class Expire(msgspec.Struct, frozen=True, tag=True):
     """Time ran out for these; decided by `Machine.due`, so that a replay need not know who was heard of when."""
 
     nodes: list[str] = []
     leases: list[tuple[str, int]] = []  # (episode id, attempt)
     trainers: list[str] = []  # policies whose trainer is silent
+    workers: list[tuple[str, str]] = []  # (stage, worker)
+    rows: list[tuple[str, str, int]] = []  # (stage, entry id, attempt)
 
 
 class Reopen(msgspec.Struct, frozen=True, tag=True):
@@ -86,13 +132,14 @@ class Reopen(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = (
-    JoinNode | DrainNode | LeaseEpisodes | CommitEpisodes | ResumePolicy | TakeBatch | AckBatch | CoverBatches | Expire
-    | Reopen
+    JoinNode | DrainNode | LeaseEpisodes | CommitEpisodes | ResumePolicy | TakeBatch | AckBatch | CoverBatches
+    | LeaseRows | AddColumns | LeaveStage | AckRows | Expire | Reopen
 )  # fmt: skip
 
 
 class Wake(msgspec.Struct, frozen=True):
-    """Requests that wait for `topic` ("leases", or a policy's name) may find what they wait for."""
+    """Requests that wait for `topic` ("leases", a policy's name, "stages/<name>" or "consumers/<policy>") may find what
+    they wait for."""
 
     topic: str
 
@@ -125,7 +172,7 @@ class Event(msgspec.Struct, frozen=True):
     """Something people may want to see at once.
 
     Kinds: step, eval, node_joined, node_died, node_left, trainer_resumed, trainer_silent, dropped, episode_error,
-    alarm.
+    stage_worker_died, stage_refused, alarm.
     """
 
     kind: str

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from astraflow.config.stages import StagePlan
 from astraflow.dataflow.machine.commands import Expire
 from astraflow.dataflow.machine.plan import Context
+
+LONGEST_LEASE = 10
+"""A worker that lives may keep rows this many times `lease_s`, so that one that hangs holds nobody up."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """One node or trainer."""
+    """One node, trainer, or worker of a stage."""
 
     at: float  # run time of its last request
     stats: dict[str, float] = field(default_factory=dict)
@@ -21,10 +26,12 @@ class Seen:
 
 
 class Liveness:
-    """Deadlines of leases, nodes and trainers."""
+    """Deadlines of leases, nodes, trainers and workers of stages."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, context: Context, stages: Mapping[str, StagePlan]) -> None:
+        self._context, self._stages = context, stages
+        self.workers: dict[tuple[str, str], Seen] = {}  # by stage and worker
+        self._rows: list[tuple[float, int, str, list[tuple[str, int]]]] = []  # heap: deadline, number, stage, leases
         self.nodes: dict[str, Seen] = {}
         self.trainers: dict[str, Seen] = {}  # by policy
         self._deadlines: list[tuple[float, int, list[tuple[str, int]]]] = []
@@ -34,6 +41,11 @@ class Liveness:
         """Everybody has just been heard of, every lease has just been given."""
         state = self._context.state
         self._deadlines.clear()
+        self._rows.clear()
+        for stage in self._stages:
+            for worker_id, worker in state.stages[stage].workers.items():
+                self.hear_worker(stage, worker_id, now)
+                self.watch_rows(stage, list(worker.held.items()), now)
         for node_id, node in state.nodes.items():
             self.hear_node(node_id, now)
             self.watch(list(node.held.items()), now)
@@ -60,6 +72,17 @@ class Liveness:
             self._num_leases += 1
             heapq.heappush(self._deadlines, (now + plan.timeout_s + plan.dead_after_s, self._num_leases, leases))
 
+    def hear_worker(self, stage: str, worker_id: str, now: float) -> None:
+        """A request of a worker of a stage arrived."""
+        self.workers.setdefault((stage, worker_id), Seen(now)).at = now
+
+    def watch_rows(self, stage: str, leases: list[tuple[str, int]], now: float) -> None:
+        """These rows come back by then, however alive their worker is."""
+        if leases and stage in self._stages:
+            self._num_leases += 1
+            deadline = now + LONGEST_LEASE * self._stages[stage].lease_s
+            heapq.heappush(self._rows, (deadline, self._num_leases, stage, leases))
+
     def due(self, now: float) -> Expire | None:
         """What has run out by now; None: nothing."""
         state, plan = self._context.state, self._context.plan
@@ -68,11 +91,32 @@ class Liveness:
         nodes = [n for n in state.nodes if now - self.nodes.setdefault(n, Seen(now)).at > plan.dead_after_s]
         trainers = [p for p in self.trainers if self._went_silent(p, now)]
         leases = [lease for lease in self._overdue(now) if self._held(*lease)]
-        if not nodes and not leases and not trainers:
+        workers, rows = self._silent_workers(now), self._overdue_rows(now)
+        if not nodes and not leases and not trainers and not workers and not rows:
             while self._deadlines and self._deadlines[0][0] <= now:
                 heapq.heappop(self._deadlines)
+            while self._rows and self._rows[0][0] <= now:
+                heapq.heappop(self._rows)
             return None
-        return Expire(nodes, leases, trainers)
+        return Expire(nodes, leases, trainers, workers, rows)
+
+    def _silent_workers(self, now: float) -> list[tuple[str, str]]:
+        """Workers that the state knows; the others are forgotten here."""
+        state, silent = self._context.state, []
+        for (stage, worker_id), seen in list(self.workers.items()):
+            if now - seen.at > self._stages[stage].lease_s:
+                if worker_id in state.stages[stage].workers:
+                    silent.append((stage, worker_id))
+                else:
+                    del self.workers[stage, worker_id]
+        return silent
+
+    def _overdue_rows(self, now: float) -> list[tuple[str, str, int]]:
+        if not self._rows or self._rows[0][0] > now:
+            return []
+        late = [(stage, *lease) for at, _, stage, leases in self._rows if at <= now for lease in leases]
+        workers = {stage: records.workers.values() for stage, records in self._context.state.stages.items()}
+        return [x for x in late if any(w.held.get(x[1]) == x[2] for w in workers[x[0]])]
 
     def _went_silent(self, policy: str, now: float) -> bool:
         """Not reported yet, and the policy still waits for its trainer."""
