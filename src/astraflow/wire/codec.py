@@ -193,9 +193,9 @@ class _Gather:
     def close(self) -> None: ...
 
 
-def write_stream(header: msgspec.Struct, table: pa.Table | pa.RecordBatch) -> bytes:
-    """The stream of `stream_pieces` in one piece."""
-    return b"".join(stream_pieces(header, table))
+def write_stream(header: msgspec.Struct, table: pa.Table | pa.RecordBatch) -> pa.Buffer:
+    """The stream of `stream_pieces` in one buffer, which supports len() and the buffer protocol."""
+    return pa.py_buffer(b"".join(stream_pieces(header, table)))
 
 
 def read_stream(buffer: bytes | memoryview | pa.Buffer, header_type: type[H]) -> tuple[H, pa.Table]:
