@@ -38,7 +38,7 @@ from astraflow.dataflow.machine.beside.stages import Stages
 from astraflow.dataflow.machine.evaluation import Evaluation
 from astraflow.dataflow.machine.leases import Leases
 from astraflow.dataflow.machine.liveness import Liveness
-from astraflow.dataflow.machine.plan import Context, plan_of
+from astraflow.dataflow.machine.plan import Context, ReadTokens, plan_of
 from astraflow.dataflow.machine.queues import Queues
 from astraflow.dataflow.machine.records import PolicyState, State
 from astraflow.dataflow.machine.routing import Routing
@@ -54,14 +54,23 @@ class Applied(NamedTuple):
 
 
 class Machine:
-    """The machine of one run. `snapshot`: state to start from; None: a fresh run."""
+    """The machine of one run.
 
-    def __init__(self, config: RunConfig, sources: Mapping[str, Source], snapshot: bytes | None = None) -> None:
+    Args: snapshot: state to start from; None: a fresh run. read_tokens: see `Context.read_tokens`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sources: Mapping[str, Source],
+        snapshot: bytes | None = None,
+        read_tokens: ReadTokens | None = None,
+    ) -> None:
         if snapshot is None:
             self.state = State({name: PolicyState() for name in config.policies})
         else:
             self.state = msgspec.json.decode(snapshot, type=State)
-        self.context = Context(plan_of(config, sources), self.state, sources)
+        self.context = Context(plan_of(config, sources), self.state, sources, read_tokens)
         self._chains = {name: chain_of(name, p) for name, p in config.policies.items()}
         for name, chain in self._chains.items():
             chain.load_state_dicts(self.state.policies[name].operators)

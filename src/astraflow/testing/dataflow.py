@@ -10,11 +10,12 @@ import numpy as np
 from astraflow.config.schema import RunConfig
 from astraflow.contracts import Source
 from astraflow.dataflow.machine import commands as c
+from astraflow.dataflow.machine.plan import ReadTokens
 from astraflow.dataflow.machine.records import Added, Batch, EpisodeCommit, Part, PolicyState, Put, QueuedGroup
 from astraflow.dataflow.machine.serving.pacing import most_in_flight
 from astraflow.dataflow.machine.serving.waiting import size_of
 from astraflow.dataflow.state import Machine
-from astraflow.types import Episode, EpisodeLease, Trajectory
+from astraflow.types import Episode, EpisodeLease, Tokens, Trajectory
 from astraflow.wire import messages as m
 
 
@@ -81,6 +82,13 @@ def trajectory(
     )
 
 
+def row_tokens(put: Put, rows: Sequence[int]) -> list[Tokens]:
+    """Tokens of rows that exist in a `Desk` only: three sampled ones, whose ids say where the row lies."""
+    ids = [np.array([put.segment, put.offset, row], np.int32) for row in rows]
+    one = np.ones(3, np.int32)
+    return [Tokens(i, one > 0, np.full(3, -0.5, np.float32), 0 * one, (0 * one).astype(np.int16)) for i in ids]
+
+
 def episode(
     lease: EpisodeLease,
     node_id: str,
@@ -106,9 +114,12 @@ def episode(
 class Desk:
     """A machine and its clock; every command is kept, as the journal would, so that `restart` can replay them."""
 
-    def __init__(self, config: RunConfig, rows: Mapping[str, Source] | None = None) -> None:
-        self.config, self._rows = config, dict(rows or sources())
-        self.machine = Machine(config, self._rows)
+    def __init__(
+        self, config: RunConfig, rows: Mapping[str, Source] | None = None, read_tokens: ReadTokens | None = None
+    ) -> None:
+        """`read_tokens`: default: three sampled tokens per row, others for each row."""
+        self.config, self._rows, self._read_tokens = config, dict(rows or sources()), read_tokens or row_tokens
+        self.machine = Machine(config, self._rows, read_tokens=self._read_tokens)
         self.now = 0.0
         self.instructions: list[c.Instruction] = []
         self._log: list[tuple[float, c.Command]] = []
@@ -158,7 +169,8 @@ class Desk:
         episodes = []
         for i, (lease, value) in enumerate(zip(leases, rewards, strict=True)):
             parts = [
-                Part(name, put.key, [i], [version], version, 3, 0, value) for name in policies or self.config.policies
+                Part(name, put.key, [i], [version], version, 3, 0, value, (), 1)
+                for name in policies or self.config.policies
             ]
             parts = parts if error is None else []
             episodes.append(EpisodeCommit(lease.episode_id, lease.attempt, error, {}, parts))
@@ -214,9 +226,7 @@ class Desk:
         self._num_requests += 1
         put = Put(1 + self._num_puts // 100, 64 * self._num_puts, 64)
         entries = [c.EntryColumns(e, attempt, [i], reward(e), problem) for i, (e, attempt) in enumerate(leases)]
-        command = c.AddColumns(
-            stage, worker, request or f"r{self._num_requests}", None if problem else put, entries
-        )
+        command = c.AddColumns(stage, worker, request or f"r{self._num_requests}", None if problem else put, entries)
         answers: dict[str, str] = self.do(command)
         return answers
 
@@ -234,7 +244,7 @@ class Desk:
 
     def restart(self) -> None:
         """Lose the machine; build it again from the last snapshot and the commands after it."""
-        self.machine = Machine(self.config, self._rows, self._snapshot)
+        self.machine = Machine(self.config, self._rows, self._snapshot, self._read_tokens)
         for now, command in self._log:
             try:
                 self.machine.apply(command, now)

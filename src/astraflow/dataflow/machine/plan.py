@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -10,10 +10,10 @@ import msgspec
 from astraflow.config.schema import MixSection, PolicySection, RunConfig
 from astraflow.contracts import Source
 from astraflow.dataflow.machine.commands import Instruction
-from astraflow.dataflow.machine.records import State
+from astraflow.dataflow.machine.records import Part, Put, State
 from astraflow.dataflow.machine.serving.waiting import Waiting
 from astraflow.errors import DataflowError, SourceError
-from astraflow.types import Purpose, Sampling
+from astraflow.types import Purpose, Sampling, Tokens
 
 
 class PolicyPlan(msgspec.Struct, frozen=True):
@@ -68,11 +68,17 @@ class Plan(msgspec.Struct, frozen=True):
     evaluation: EvalPlan | None
 
 
+ReadTokens = Callable[[Put, Sequence[int]], list[Tokens]]
+"""Gives the tokens of these rows of a put."""
+
+
 class Context:
     """What the parts of the machine work on together; `now` and `out` belong to the command being applied."""
 
-    def __init__(self, plan: Plan, state: State, sources: Mapping[str, Source]) -> None:
-        self.plan, self.state, self.sources = plan, state, sources
+    def __init__(
+        self, plan: Plan, state: State, sources: Mapping[str, Source], read_tokens: ReadTokens | None = None
+    ) -> None:
+        self.plan, self.state, self.sources, self._read_tokens = plan, state, sources, read_tokens
         self.waiting = {name: Waiting(state.policies[name], p.order) for name, p in plan.policies.items()}
         self.now = 0.0
         self.out: list[Instruction] = []
@@ -80,6 +86,17 @@ class Context:
     def fields(self, source: str, row: int) -> dict[str, Any]:
         """The task's fields (a deterministic function of the row)."""
         return self.sources[source].row(row)
+
+    def read_tokens(self, part: Part) -> list[Tokens]:
+        """Tokens of each branch of the part. Rows are never changed, so a replay reads what was read the first time.
+
+        Raises: DataflowError: this machine was made without a reader. JournalError: the rows are damaged.
+        """
+        if self._read_tokens is None:
+            raise DataflowError(
+                "read_tokens", None, "is needed by an operator with needs_tokens", "give Machine a reader of rows"
+            )
+        return self._read_tokens(self.state.puts[part.put], part.rows)
 
     @property
     def all_resumed(self) -> bool:
@@ -131,9 +148,8 @@ def plan_of(config: RunConfig, sources: Mapping[str, Source]) -> Plan:
 
 
 def _mix_plan(config: RunConfig) -> MixPlan:
-    section = config.mix or MixSection(ratios=dict.fromkeys(config.train_sources, 1.0))
-    ratios = {name: r if isinstance(r, tuple) else (r, r) for name, r in section.ratios.items()}
-    return MixPlan(ratios, section.schedule, section.steps or config.run.steps)
+    section = config.mix or MixSection(ratios=dict.fromkeys(config.train_sources, (1.0, 1.0)))
+    return MixPlan(section.ratios, section.schedule, section.steps or config.run.steps)
 
 
 def _policy_plan(policy: PolicySection, eval_temperature: float, max_group_size: int) -> PolicyPlan:

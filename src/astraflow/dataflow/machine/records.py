@@ -46,6 +46,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_truncated: int  # rows cut by a length limit
     reward: float | None  # None: unscored
     rewards_per_call: tuple[float, ...] = ()
+    num_calls: int = 0  # as many as the largest `call_index` or `rewards_per_call` says
 
     @property
     def min_version(self) -> int:

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine.admission.gate import Admission
@@ -19,8 +21,8 @@ from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.queues import Queues
 from astraflow.dataflow.machine.records import Added, Entry, Failed, OpenGroup, Part, QueuedGroup
 from astraflow.dataflow.operators.chain import Chain
-from astraflow.errors import DataflowError
-from astraflow.types import Group, Task
+from astraflow.errors import DataflowError, JournalError
+from astraflow.types import Group, Task, Tokens
 
 Parts = Mapping[int, Part]  # sibling -> the policy's share of its episode; only episodes without an error
 
@@ -74,23 +76,16 @@ class Routing:
         """
         seen = as_group(name, group, parts, self._context)
         self._admission.on_result(seen)
-        result, failed = self._verdict(name, seen)
+        result, failed = self._verdict(name, seen, parts)
+        entries = [] if isinstance(result, str) else _entries(group, result, parts, added)
+        if not entries and not isinstance(result, str):
+            result = accounts.UNSCORED
         if isinstance(result, str):
             accounts.release(self._context, parts.values())
             accounts.release(self._context, (a for columns in added.values() for a in columns))
             accounts.settle_dropped(self._context, name, group.group_id, result, failed=failed)
             return
-        entries, used = [], set()
-        for episode_id, reward, advantage in zip(
-            result.episode_ids, result.rewards, result.advantages or (), strict=True
-        ):
-            k = int(episode_id.rpartition("/")[2])
-            commit = group.results[k]
-            if reward is not None and commit is not None and k in parts:
-                used.add(k)
-                entries.append(
-                    Entry(parts[k], advantage, success_of(commit, reward), added=added.get(k, []), sibling=k)
-                )
+        used = {e.sibling for e in entries}
         accounts.release(self._context, (part for k, part in parts.items() if k not in used))
         accounts.release(self._context, (a for k, columns in added.items() if k not in used for a in columns))
         oldest = min(e.part.min_version for e in entries)
@@ -105,18 +100,45 @@ class Routing:
         if self._queues.push(name, group):
             self._consumers.log(name, group)
 
-    def _verdict(self, name: str, seen: Group) -> tuple[Group | str, bool]:
+    def _verdict(self, name: str, seen: Group, parts: Parts) -> tuple[Group | str, bool]:
         """The group with advantages or the reason for dropping it, and whether that is for want of scored episodes."""
         num_scored = sum(r is not None for r in seen.rewards)
         if num_scored < min(2, len(seen.rewards)):
             unscored = zip(seen.rewards, seen.errors, strict=True)
             return accounts.failure_reason(error for reward, error in unscored if reward is None), True
+
+        def read_tokens() -> list[list[Tokens]]:
+            of_episode = [parts.get(_sibling(i)) for i in seen.episode_ids]
+            return [self._context.read_tokens(part) if part is not None else [] for part in of_episode]
+
         try:
-            return self._chains[name].on_group(seen), False
+            return self._chains[name].on_group(seen, read_tokens), False
+        except JournalError:
+            return "damaged", False
         except DataflowError as error:
             cause = Failed(type(error).__name__, error.thing, str(error.value), error.rule, error.fix)
             accounts.fail(self._context, cause)
             return "operator_failed", False
+
+
+def _sibling(episode_id: str) -> int:
+    return int(episode_id.rpartition("/")[2])
+
+
+def _entries(group: OpenGroup, result: Group, parts: Parts, added: Mapping[int, list[Added]]) -> list[Entry]:
+    """What is trained of a group that its operators let through: scored episodes with sampled tokens."""
+    calls = result.call_advantages or [()] * len(result.rewards)
+    advantages = result.advantages or [math.fsum(c) / max(len(c), 1) for c in calls]
+    entries = []
+    for episode_id, reward, advantage, of_calls in zip(
+        result.episode_ids, result.rewards, advantages, calls, strict=True
+    ):
+        k = _sibling(episode_id)
+        commit, part = group.results[k], parts.get(k)
+        if reward is not None and commit is not None and part is not None and part.max_version >= 0:
+            success = success_of(commit, part.reward if part.reward is not None else reward)
+            entries.append(Entry(part, advantage, success, of_calls, added.get(k, []), k))
+    return entries
 
 
 def as_group(name: str, group: OpenGroup, parts: Parts, context: Context) -> Group:
@@ -130,7 +152,8 @@ def as_group(name: str, group: OpenGroup, parts: Parts, context: Context) -> Gro
         episode_ids=[f"{group.group_id}/{k}" for k, _ in results],
         rewards=[p.reward if p is not None and p.max_version >= 0 else None for p in rows],
         rewards_per_call=[p.rewards_per_call if p is not None else () for p in rows],
-        metrics=[r.metrics for _, r in results],
+        num_calls=[p.num_calls if p is not None else 0 for p in rows],
+        metrics=[MappingProxyType(r.metrics) for _, r in results],
         num_tokens=[p.num_tokens if p is not None else 0 for p in rows],
         num_truncated=[p.num_truncated if p is not None else 0 for p in rows],
         min_version=[p.min_version if p is not None else -1 for p in rows],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from astraflow.dataflow.machine.records import Batch, EpisodeCommit, Part, Put
+from astraflow.dataflow.storage.tokens import token_advantages
 from astraflow.errors import SchemaError
 from astraflow.wire.codec import TRAINING_SCHEMA, TRAJECTORY_SCHEMA, check_schema, flat_values, list_lengths
 from astraflow.wire.messages import EpisodesHeader
@@ -19,7 +21,8 @@ from astraflow.wire.messages import EpisodesHeader
 _NEVER = np.iinfo(np.int32).max
 
 
-_Row = tuple[str, int, int, int, float, bool, bool]  # policy, sampled, oldest, newest, reward, scored, truncated
+# policy, sampled, oldest, newest, calls, reward, scored, truncated
+_Row = tuple[str, int, int, int, int, float, bool, bool]
 
 
 class RowFacts(NamedTuple):
@@ -37,11 +40,18 @@ def row_facts(header: EpisodesHeader, table: pa.Table, policies: Collection[str]
     check_schema(table, TRAJECTORY_SCHEMA)
     names = _check_owners(header, table, policies)
     counts, oldest, newest = _version_stats(table)
+    calls, rewards_per_call = _num_calls(table, counts), _rewards_per_call(table)
+    for row, given in rewards_per_call.items():
+        if len(given) < calls[row]:
+            raise SchemaError(
+                "column rewards_per_call", len(given), f"must be one per call (row {row} has {calls[row]} calls)",
+                "give a reward for each call, or none",
+            )  # fmt: skip
     rewards = table.column("reward").to_numpy()  # null becomes NaN
     scored = np.isfinite(rewards)
     truncated = table.column("truncated").to_numpy()
-    columns = (counts, oldest, newest, rewards, scored, truncated)
-    return RowFacts(list(zip(names, *(x.tolist() for x in columns), strict=True)), _rewards_per_call(table))
+    columns = (counts, oldest, newest, calls, rewards, scored, truncated)
+    return RowFacts(list(zip(names, *(x.tolist() for x in columns), strict=True)), rewards_per_call)
 
 
 def episode_commits(header: EpisodesHeader, facts: RowFacts, put: Put | None) -> list[EpisodeCommit]:
@@ -65,7 +75,8 @@ def _parts(facts: RowFacts, start: int, end: int, key: int) -> list[Part]:
             by_policy.setdefault(rows[i][0], []).append(i)
     parts = []
     for policy, numbers in by_policy.items():
-        reward = next((rows[i][4] for i in numbers if rows[i][5]), None)
+        reward = next((rows[i][5] for i in numbers if rows[i][6]), None)
+        of_calls = next((calls[i] for i in numbers if i in calls), ())
         parts.append(
             Part(
                 policy=policy,
@@ -74,9 +85,10 @@ def _parts(facts: RowFacts, start: int, end: int, key: int) -> list[Part]:
                 min_versions=[rows[i][2] for i in numbers],
                 max_version=max(rows[i][3] for i in numbers),
                 num_tokens=sum(rows[i][1] for i in numbers),
-                num_truncated=sum(rows[i][6] for i in numbers),
+                num_truncated=sum(rows[i][7] for i in numbers),
                 reward=reward,
-                rewards_per_call=next((calls[i] for i in numbers if i in calls), ()),
+                rewards_per_call=of_calls,
+                num_calls=max(len(of_calls), *(rows[i][4] for i in numbers)),
             )
         )
     return parts
@@ -133,6 +145,25 @@ def _version_stats(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return counts, oldest, newest
 
 
+def _num_calls(table: pa.Table, counts: np.ndarray) -> np.ndarray:
+    """[rows] int64: calls that sampled a token up to the last one; 0 when none did.
+
+    Raises: SchemaError: a sampled token of an episode of several calls that belongs to none.
+    """
+    index = flat_values(table.column("call_index"))
+    if not len(index) or index.max() <= 0:  # one call each: the common case needs no more passes
+        return (counts > 0).astype(np.int64)
+    lengths = list_lengths(table.column("token_ids"))
+    mask = flat_values(table.column("loss_mask"))
+    if np.where(mask, index, 0).min() < 0:
+        raise SchemaError("column call_index", -1, "must be >= 0 where loss_mask is true", "number calls from 0")
+    calls = np.zeros(len(lengths), np.int64)
+    filled = np.flatnonzero(lengths)
+    starts = (np.cumsum(lengths) - lengths)[filled]
+    calls[filled] = np.maximum.reduceat(np.where(mask, index, -1), starts).astype(np.int64) + 1
+    return calls
+
+
 def _rewards_per_call(table: pa.Table) -> dict[int, tuple[float, ...]]:
     column = table.column("rewards_per_call")
     found = {}
@@ -146,7 +177,10 @@ def _rewards_per_call(table: pa.Table) -> dict[int, tuple[float, ...]]:
 def batch_table(batch: Batch, puts: dict[int, Put], read: Callable[[Put], pa.Buffer]) -> pa.Table:
     """The rows of a batch with `advantages` and `weight`, in the order in which they are stored (no row is moved)."""
     needed = sorted(
-        (e.part.put, row, e.advantage, g.weight) for g in batch.groups for e in g.entries for row in e.part.rows
+        (e.part.put, row, e.advantage, g.weight, e.call_advantages)
+        for g in batch.groups
+        for e in g.entries
+        for row in e.part.rows
     )
     pieces: list[pa.Table] = []
     for key, members in groupby(needed, key=itemgetter(0)):
@@ -158,7 +192,8 @@ def batch_table(batch: Batch, puts: dict[int, Put], read: Callable[[Put], pa.Buf
     per_row = np.fromiter((n[2] for n in needed), np.float32, len(needed))
     weights = np.fromiter((n[3] for n in needed), np.float32, len(needed))
     sampled = flat_values(table.column("loss_mask"))
-    per_token = np.where(sampled, np.repeat(per_row, lengths), np.float32(0))
+    call_index = partial(flat_values, table.column("call_index"))
+    per_token = token_advantages(per_row, [n[4] for n in needed], lengths, sampled, call_index)
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     advantages = pa.ListArray.from_arrays(offsets, pa.array(per_token, pa.float32()))
     columns = [*table.columns, advantages, pa.array(weights, pa.float32())]
