@@ -153,7 +153,10 @@ def _check_names(config: RunConfig) -> list[str]:
     """Names that refer to other parts of the file, and combinations that cannot work."""
     problems = []
     known = ", ".join(sorted(config.sources)) or "none"
-    wanted = [("train_source", config.train_source)]
+    if config.mix is None:
+        wanted = [("train_source", config.train_source)]
+    else:
+        wanted = [(f"mix.ratios.{name}", name) for name in config.mix.ratios]
     if config.evaluation is not None:
         wanted.append(("evaluation.source", config.evaluation.source))
     for name, policy in config.policies.items():
@@ -164,6 +167,7 @@ def _check_names(config: RunConfig) -> list[str]:
             near = difflib.get_close_matches(source, config.sources, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known sources: {known}"
             problems.append(f"{where}={source!r} names no source; {hint}")
+    problems += _check_mix(config)
     if config.weights.port and len(config.policies) > 1:
         problems.append(
             f"weights.port={config.weights.port} must be 0 with {len(config.policies)} policies; "
@@ -174,6 +178,29 @@ def _check_names(config: RunConfig) -> list[str]:
     names = [n.name for n in config.rollout.nodes]
     for name in sorted({n for n in names if names.count(n) > 1}):
         problems.append(f"rollout.nodes.name={name!r} is used twice; give each node its own name")
+    return problems
+
+
+def _check_mix(config: RunConfig) -> list[str]:
+    """Where training tasks come from, and settings of sources that give none."""
+    problems, mix = [], config.mix
+    if mix is not None:
+        if "train_source" in config.model_fields_set:
+            problems.append(
+                f"train_source={config.train_source!r} cannot be given beside [mix], which says where training tasks "
+                "come from; remove one of the two"
+            )
+        for i, when in enumerate(("start", "end")):
+            if sum(ratio[i] for ratio in mix.ratios.values()) <= 0:
+                shown = ", ".join(f"{name} = {ratio[i]:g}" for name, ratio in mix.ratios.items()) or "{}"
+                problems.append(f"mix.ratios={shown} leave no share at the {when}; give at least one source some")
+    for name, source in config.sources.items():
+        for key, given in (("operators", source.operators), ("group_size", source.group_size)):
+            if given and name not in config.train_sources:
+                problems.append(
+                    f"sources.{name}.{key} has no effect: training tasks come from {', '.join(config.train_sources)}; "
+                    f"remove it, or name {name!r} in [mix] or as train_source"
+                )
     return problems
 
 

@@ -71,7 +71,10 @@ def check_operators(config: RunConfig) -> list[str]:
     """All problems of all lists of a run file."""
     problems: list[str] = []
     for name, source in config.sources.items():
-        problems += operators_of_source(name, source).problems
+        of_source = operators_of_source(name, source)
+        problems += of_source.problems
+        problems += [_too_small(f"sources.{name}.group_size", config.group_size(name), x) for x in of_source.listed
+                     if config.group_size(name) < x.operator.min_siblings]  # fmt: skip
     for name, policy in config.policies.items():
         made = operators_of_policy(name, policy)
         problems += made.problems
@@ -164,15 +167,18 @@ def _options(listed: Listed) -> set[str]:
 
 def _siblings(config: RunConfig, listed: Iterable[Listed]) -> list[str]:
     """Group sizes that are too small for what compares siblings."""
-    training = list(config.mix.ratios) if config.mix is not None else [config.train_source]
     sizes = {"workflow.group_size": config.workflow.group_size}
-    own = {f"sources.{s}.group_size": config.sources[s].group_size for s in training if s in config.sources}
+    own = {f"sources.{s}.group_size": config.sources[s].group_size for s in config.train_sources if s in config.sources}
     if own and None not in own.values():
         sizes = {}
     sizes |= {where: size for where, size in own.items() if size is not None}
     return [
-        f"{where}={size} must be >= {item.operator.min_siblings} for {item}; siblings are compared with each other"
+        _too_small(where, size, item)
         for item in listed
         for where, size in sizes.items()
         if size < item.operator.min_siblings
     ]
+
+
+def _too_small(where: str, size: int, item: Listed) -> str:
+    return f"{where}={size} must be >= {item.operator.min_siblings} for {item}; siblings are compared with each other"

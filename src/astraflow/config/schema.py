@@ -58,12 +58,20 @@ class SourceSection(Component):
     operators: list[Spec] = Field([], description="operators that decide which of its tasks are rolled out")
 
 
+def _ratio(value: Any) -> Any:
+    return (value, value) if isinstance(value, int | float) else value
+
+
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Ratio = Annotated[tuple[Share, Share], BeforeValidator(_ratio)]
+
+
 class MixSection(Strict):
     """[mix]: several training sources by ratio; takes the place of `train_source`."""
 
-    ratios: dict[
-        Name, Annotated[float, Field(ge=0)] | tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
-    ] = Field(description="source -> share of the groups, or [at the start, at the end]; they need not add up to 1")
+    ratios: dict[Name, Ratio] = Field(
+        description="source -> share of the groups, or [at the start, at the end]; they need not add up to 1"
+    )
     schedule: Literal["linear", "cosine"] = Field("linear", description="how shares move from start to end")
     steps: int = Field(0, ge=0, description="steps over which shares move; 0: all of run.steps")
 

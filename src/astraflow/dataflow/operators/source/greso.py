@@ -27,6 +27,7 @@ class Greso(Operator):
     """
 
     place = "source"
+    min_siblings = 2
 
     def __init__(
         self,
