@@ -29,7 +29,8 @@ from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.queues import batch_id
 from astraflow.dataflow.machine.records import PolicyState
 from astraflow.dataflow.shell import Shell
-from astraflow.dataflow.storage.rows import batch_table, episode_commits, row_facts
+from astraflow.dataflow.storage.batches import batch_table
+from astraflow.dataflow.storage.rows import episode_commits, row_facts
 from astraflow.dataflow.views.status import prometheus_text, status
 from astraflow.observe.memory import settle_memory
 from astraflow.observe.metrics import CONTENT_TYPE

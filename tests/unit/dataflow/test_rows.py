@@ -7,7 +7,8 @@ import pyarrow as pa
 import pytest
 
 from astraflow.dataflow.machine.records import Batch, Entry, Put, QueuedGroup
-from astraflow.dataflow.storage.rows import batch_table, episode_commits, row_facts
+from astraflow.dataflow.storage.batches import batch_table
+from astraflow.dataflow.storage.rows import episode_commits, row_facts
 from astraflow.errors import SchemaError
 from astraflow.testing.dataflow import episode, trajectory
 from astraflow.types import Episode, EpisodeLease, Task, Trajectory
@@ -133,3 +134,11 @@ def test_a_batch_has_exactly_the_rows_of_its_groups_with_their_advantage_per_tok
         assert row["token_ids"] == list(range(1000 * number + k, 1000 * number + k + 3 + (k // 10) % 4))
         assert row["advantages"] == [float(i) if sampled else 0.0 for sampled in row["loss_mask"]]
         assert row["weight"] == 0.5 + i and row["episode_id"] == f"train/0/5/{k // 10}"
+
+
+def test_what_lies_in_versions_of_given_tokens_does_not_matter() -> None:
+    row, clean = trajectory(1.0, 3, tokens=6), trajectory(1.0, 3, tokens=6)
+    row.versions[0], row.call_index[0] = 1, 5  # of the given token
+    facts = [row_facts(*sent(with_trajectories(x)), POLICIES).rows[0] for x in (row, clean)]
+    assert facts[0] == facts[1]
+    assert facts[0][1:4] == (5, 3, 3)

@@ -1,25 +1,21 @@
-"""Between Arrow columns and the machine: what it must know of a row, and the rows of a batch. No per-token Python."""
+"""From Arrow columns to the machine: the rows of a commit are checked, and what it must know of them read off.
+
+No per-token Python, and as few passes over the tokens as possible: this runs in the event loop of the service.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from functools import partial
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from astraflow.dataflow.machine.records import Batch, EpisodeCommit, Part, Put
-from astraflow.dataflow.storage.tokens import token_advantages
+from astraflow.dataflow.machine.records import EpisodeCommit, Part, Put
 from astraflow.errors import SchemaError
-from astraflow.wire.codec import TRAINING_SCHEMA, TRAJECTORY_SCHEMA, check_schema, flat_values, list_lengths
+from astraflow.wire.codec import TRAJECTORY_SCHEMA, check_schema, flat_values, list_lengths
 from astraflow.wire.messages import EpisodesHeader
-
-_NEVER = np.iinfo(np.int32).max
-
 
 # policy, sampled, oldest, newest, calls, reward, scored, truncated
 _Row = tuple[str, int, int, int, int, float, bool, bool]
@@ -129,20 +125,33 @@ def _version_stats(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     newest = np.full(len(lengths), -1, np.int64)
     if not len(mask):
         return counts, oldest, newest
-    of_sampled = np.where(mask, versions, _NEVER)
-    if of_sampled.min() < 0:
-        raise SchemaError("column versions", -1, "must be >= 0 where loss_mask is true", "record the engine's version")
+    versions = _where_sampled("versions", versions, mask)
     if not np.isfinite(logprobs).all():
         raise SchemaError(
             "column behavior_logprobs", "nan or inf", "must be finite", "drop the episode as an error at its node"
         )
     filled = np.flatnonzero(lengths)
     starts = (np.cumsum(lengths) - lengths)[filled]
-    counts[filled] = np.add.reduceat(mask, starts, dtype=np.int64)
-    low = np.minimum.reduceat(of_sampled, starts)
-    oldest[filled] = np.where(low == _NEVER, -1, low)
-    newest[filled] = np.maximum.reduceat(np.where(mask, versions, -1), starts)
+    counts[filled] = np.add.reduceat(mask.view(np.uint8), starts, dtype=np.int32)
+    newest[filled] = np.maximum(np.maximum.reduceat(versions, starts), -1)
+    low = np.minimum.reduceat(versions.view(np.uint32), starts)  # a negative one is larger than any version
+    oldest[filled] = np.where(newest[filled] < 0, -1, low.astype(np.int64))
     return counts, oldest, newest
+
+
+def _where_sampled(name: str, numbers: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """`numbers`, negative exactly where the mask is False: rows should come like that, then nothing is copied."""
+    if np.array_equal(numbers >= 0, mask):
+        return numbers
+    cleared = np.where(mask, numbers, numbers.dtype.type(-1))
+    if np.array_equal(cleared >= 0, mask):
+        return cleared
+    raise SchemaError(
+        f"column {name}",
+        -1,
+        "must be >= 0 where loss_mask is true",
+        "record the engine's version and number of the call",
+    )
 
 
 def _num_calls(table: pa.Table, counts: np.ndarray) -> np.ndarray:
@@ -155,12 +164,11 @@ def _num_calls(table: pa.Table, counts: np.ndarray) -> np.ndarray:
         return (counts > 0).astype(np.int64)
     lengths = list_lengths(table.column("token_ids"))
     mask = flat_values(table.column("loss_mask"))
-    if np.where(mask, index, 0).min() < 0:
-        raise SchemaError("column call_index", -1, "must be >= 0 where loss_mask is true", "number calls from 0")
+    index = _where_sampled("call_index", index, mask)
     calls = np.zeros(len(lengths), np.int64)
     filled = np.flatnonzero(lengths)
     starts = (np.cumsum(lengths) - lengths)[filled]
-    calls[filled] = np.maximum.reduceat(np.where(mask, index, -1), starts).astype(np.int64) + 1
+    calls[filled] = np.maximum(np.maximum.reduceat(index, starts).astype(np.int64), -1) + 1
     return calls
 
 
@@ -172,38 +180,3 @@ def _rewards_per_call(table: pa.Table) -> dict[int, tuple[float, ...]]:
         if all(v is not None and math.isfinite(v) for v in values):
             found[row] = tuple(values)
     return found
-
-
-def batch_table(batch: Batch, puts: dict[int, Put], read: Callable[[Put], pa.Buffer]) -> pa.Table:
-    """The rows of a batch with `advantages` and `weight`, in the order in which they are stored (no row is moved)."""
-    needed = sorted(
-        (e.part.put, row, e.advantage, g.weight, e.call_advantages)
-        for g in batch.groups
-        for e in g.entries
-        for row in e.part.rows
-    )
-    pieces: list[pa.Table] = []
-    for key, members in groupby(needed, key=itemgetter(0)):
-        with pa.ipc.open_stream(read(puts[key])) as reader:
-            table = reader.read_all().replace_schema_metadata(None)
-        pieces += _pick(table, [m[1] for m in members])
-    table = pa.concat_tables(pieces).combine_chunks()
-    lengths = list_lengths(table.column("token_ids"))
-    per_row = np.fromiter((n[2] for n in needed), np.float32, len(needed))
-    weights = np.fromiter((n[3] for n in needed), np.float32, len(needed))
-    sampled = flat_values(table.column("loss_mask"))
-    call_index = partial(flat_values, table.column("call_index"))
-    per_token = token_advantages(per_row, [n[4] for n in needed], lengths, sampled, call_index)
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-    advantages = pa.ListArray.from_arrays(offsets, pa.array(per_token, pa.float32()))
-    columns = [*table.columns, advantages, pa.array(weights, pa.float32())]
-    return pa.Table.from_arrays(columns, schema=TRAINING_SCHEMA)
-
-
-def _pick(table: pa.Table, rows: list[int]) -> list[pa.Table]:
-    """Rows (rising) of a put: a few long runs are views, many short ones are copied at once."""
-    ends = [i + 1 for i in range(len(rows)) if i + 1 == len(rows) or rows[i + 1] != rows[i] + 1]
-    if len(ends) > 1 and len(ends) * 8 > len(rows):
-        return [table.take(rows)]
-    starts = [0, *ends[:-1]]
-    return [table.slice(rows[start], end - start) for start, end in zip(starts, ends, strict=True)]
