@@ -119,7 +119,7 @@ def _contract_problems(target: Any, where: str, type_name: str) -> Iterator[str]
         yield f"{where}.type={type_name!r} must need and add at least one column; see docs/data-algorithms.md"
     for column, kind in adds.items():
         if kind not in get_args(Kind):
-            yield f"{where}.adds.{column}={kind!r} must be one of {', '.join(get_args(Kind))}; see docs/data-algorithms.md"
+            yield f"{where}.adds.{column}={kind!r} must be one of {', '.join(get_args(Kind))}; say what it holds"
         elif column in _TAKEN:
             yield f"{where}.adds={column!r} is a column of every row; give the added one a name of its own"
         elif (column == "reward") != (kind == "reward"):

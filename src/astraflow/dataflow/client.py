@@ -81,6 +81,37 @@ class DataflowClient:
         body = m.Checkpoint(trainer_id=trainer_id, version=version)
         self._http.json("POST", f"/policies/{policy}/checkpoints", body, m.Ok)
 
+    def stage_lease(
+        self, stage: str, worker_id: str, n: int, *, wait_s: float = 0.0, request_id: str | None = None
+    ) -> tuple[m.StageRows, pa.Table]:
+        """Entries with about `n` rows for a worker of a stage. `n` = 0: only a sign of life."""
+        request_id = request_id or uuid.uuid4().hex
+        body = m.StageRequest(worker_id=worker_id, request_id=request_id, n=n, wait_s=wait_s)
+        _, payload, _ = self._http.get_bytes("POST", f"/stages/{stage}/leases", body, wait_s=wait_s)
+        return read_stream(payload, m.StageRows)
+
+    def stage_columns(self, stage: str, header: m.ColumnsHeader, columns: pa.Table) -> dict[str, str]:
+        """Hand in columns: entry id -> "accepted" or "refused: <why>"."""
+        body = write_stream(header, columns)
+        return self._http.post_bytes(f"/stages/{stage}/columns", memoryview(body), m.ColumnsReply).results
+
+    def stage_leave(self, stage: str, worker_id: str) -> None:
+        """A worker leaves; its leases are given back."""
+        self._http.json("DELETE", f"/stages/{stage}/workers/{worker_id}", None, m.Ok)
+
+    def consume(
+        self, consumer: str, policy: str, n: int = 16, *, wait_s: float = 0.0
+    ) -> tuple[m.ConsumerHeader, pa.Table]:
+        """Up to `n` groups that the consumer has not acknowledged, waiting at most `wait_s` for the first."""
+        body = m.ConsumerRequest(policy=policy, n=n, wait_s=wait_s)
+        _, payload, _ = self._http.get_bytes("POST", f"/consumers/{consumer}/batches", body, wait_s=wait_s)
+        return read_stream(payload, m.ConsumerHeader)
+
+    def consumer_ack(self, consumer: str, header: m.ConsumerHeader) -> None:
+        """The consumer is done with the groups of `header`."""
+        body = m.ConsumerAck(policy=header.policy, position=header.next)
+        self._http.json("POST", f"/consumers/{consumer}/ack", body, m.Ok)
+
     def status(self) -> dict[str, Any]:
         """What `/status` shows."""
         return self._http.json("GET", "/status", None, dict[str, Any])

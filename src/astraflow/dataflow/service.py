@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from starlette.routing import Route
 
 from astraflow.config.schema import RunConfig
 from astraflow.contracts import Source
+from astraflow.dataflow.endpoints.asking import check_alive, deadline_in, refusals, wait_for
+from astraflow.dataflow.endpoints.consumers import ConsumerEndpoints
+from astraflow.dataflow.endpoints.stages import StageEndpoints
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.queues import batch_id
 from astraflow.dataflow.machine.records import PolicyState
@@ -49,8 +52,6 @@ from astraflow.wire.app import (
 )
 from astraflow.wire.codec import read_stream, write_stream
 
-_LONGEST_WAIT_S = 60.0
-
 
 class _Endpoints:
     """One method per request."""
@@ -71,6 +72,8 @@ class _Endpoints:
             Route("/policies/{policy}/batches", self.batch, methods=["POST"]),
             Route("/policies/{policy}/batches/{batch_id:path}/ack", self.ack, methods=["POST"]),
             Route("/policies/{policy}/checkpoints", self.checkpoint, methods=["POST"]),
+            *StageEndpoints(self._shell).routes(),
+            *ConsumerEndpoints(self._shell).routes(),
             Route("/status", self.status),
             Route("/metrics", self.prometheus),
             Route("/events", self.events),
@@ -90,7 +93,7 @@ class _Endpoints:
     async def heartbeat(self, request: Request) -> Response:
         node_id = request.path_params["node_id"]
         body = await read_json(request, m.Heartbeat)
-        with _refusals():
+        with refusals():
             self._machine.leases.node(node_id)
         seen = self._machine.live.hear_node(node_id, self._shell.now())
         seen.stats, seen.versions = body.stats, body.versions
@@ -105,18 +108,18 @@ class _Endpoints:
     async def lease(self, request: Request) -> Response:
         body = await read_json(request, m.LeaseRequest)
         leases = self._machine.leases
-        deadline = _deadline(body.wait_s)
+        deadline = deadline_in(body.wait_s)
         given: list[Any] = []
         while True:
-            self._check_alive()
-            with _refusals():
+            check_alive(self._shell)
+            with refusals():
                 node = leases.node(body.node_id)
             self._machine.live.hear_node(body.node_id, self._shell.now())
             if body.n > 0 and (leases.available or node.last_request == body.request_id):
                 given = await self._shell.submit(c.LeaseEpisodes(body.node_id, body.request_id, body.n))
                 if not given and leases.available and not self._machine.finished:
                     continue  # one command looks at so many rows and no more: go on where it stopped
-            if given or self._machine.finished or not await self._wait("leases", deadline):
+            if given or self._machine.finished or not await wait_for(self._shell, "leases", deadline):
                 break
         return json_reply(m.LeaseReply(given, leases.versions(), self._machine.finished))
 
@@ -141,16 +144,16 @@ class _Endpoints:
 
     async def batch(self, request: Request) -> Response:
         body = await read_json(request, m.BatchRequest)
-        deadline = _deadline(body.wait_s)
+        deadline = deadline_in(body.wait_s)
         while True:
-            self._check_alive()
+            check_alive(self._shell)
             name, policy = self._trainer(request, body.trainer_id)
             self._machine.live.hear_trainer(name, self._shell.now())
             if body.version >= self._machine.context.plan.steps or self._machine.queues.ready(name, body.version):
                 grant = await self._shell.submit(c.TakeBatch(name, body.trainer_id, body.version))
                 if grant is not None and grant.step in policy.batches:
                     return self._batch_reply(request, name, policy, grant.step)
-            if not await self._wait(name, deadline):
+            if not await wait_for(self._shell, name, deadline):
                 return Response(status_code=204)
 
     def _batch_reply(self, request: Request, name: str, policy: PolicyState, step: int) -> Response:
@@ -207,17 +210,9 @@ class _Endpoints:
         finally:
             self._shell.unlisten(queue)
 
-    async def _wait(self, topic: str, deadline: float) -> bool:
-        """False: the time of the request is over, or the service stops."""
-        left = deadline - asyncio.get_running_loop().time()
-        if left <= 0 or self._shell.stopping:
-            return False
-        await self._shell.wait(topic, left)
-        return not self._shell.stopping
-
     def _trainer(self, request: Request, trainer_id: str) -> tuple[str, PolicyState]:
         name = request.path_params["policy"]
-        with _refusals():
+        with refusals():
             return name, self._machine.queues.current(name, trainer_id)
 
     def _check_run(self, run_id: str) -> None:
@@ -226,23 +221,6 @@ class _Endpoints:
                 409, f"run_id={run_id} is not this run ({self._shell.run_id}); start the process for this run again",
                 "DataflowError",
             )  # fmt: skip
-
-    def _check_alive(self) -> None:
-        failure = self._machine.state.failure
-        if failure is not None:
-            raise HttpError(409, str(failure), failure.kind)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except c.Refusal as refusal:
-        raise HttpError(refusal.status, str(refusal), refusal.kind) from refusal
-
-
-def _deadline(wait_s: float) -> float:
-    return asyncio.get_running_loop().time() + min(max(wait_s, 0.0), _LONGEST_WAIT_S)
 
 
 def create_dataflow_app(

@@ -27,11 +27,17 @@ from astraflow.config import rooms
 from astraflow.config.load import config_from_json, resolved_json
 from astraflow.config.schema import RunConfig
 from astraflow.contracts import Source
-from astraflow.dataflow.journal import Journal
+from astraflow.dataflow.compaction import Compaction
+from astraflow.dataflow.journal.history import History
+from astraflow.dataflow.journal.log import Journal
 from astraflow.dataflow.machine import commands as c
+from astraflow.dataflow.machine.beside.consumers import topic as consumer_topic
+from astraflow.dataflow.machine.beside.stages import topic as stage_topic
 from astraflow.dataflow.state import Machine
 from astraflow.dataflow.storage.identity import refuse_other_data, refuse_other_run
 from astraflow.dataflow.storage.segments import Segments
+from astraflow.dataflow.storage.tokens import TokenReader
+from astraflow.dataflow.views.life import moments_of
 from astraflow.dataflow.views.lines import line_of
 from astraflow.dataflow.views.nodes import PoolRates
 from astraflow.dataflow.views.rows import MetricsFile
@@ -63,24 +69,38 @@ class Shell:
     Raises: JournalError: in use, broken, of other data or settings. SourceError: data missing.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, sources: Mapping[str, Source] | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        sources: Mapping[str, Source] | None = None,
+        *,
+        accept_damage: bool = False,
+    ) -> None:
         self.config = config
         self._sources = dict(sources) if sources is not None else open_sources(config)
+        place, fsync = run_dir / "dataflow", config.dataflow.fsync
         with ExitStack() as opened:
-            self.journal = opened.enter_context(closing(Journal(run_dir / "dataflow")))
+            self.journal = opened.enter_context(closing(Journal(place, fsync=fsync, accept_damage=accept_damage)))
             self.metrics = opened.enter_context(closing(MetricsFile(run_dir / "metrics.jsonl")))
+            self.history = opened.enter_context(closing(History(place / "history", self.journal.num_in_snapshot)))
+            self.segments = opened.enter_context(closing(Segments(place / "segments", fsync=fsync)))
             self.machine, self._base = self._recover()
-            self.segments = Segments(run_dir / "dataflow" / "segments", self.machine.state.puts.values())
+            self.segments.keep_only(self.machine.state.puts.values())
             opened.pop_all()
+        self.damage = self.journal.recovered.damage
+        self._compaction = Compaction(self.journal, self.segments, config.dataflow.snapshot_every, self.end)
         self._started = time.monotonic()
         self._pending: list[tuple[c.Command, asyncio.Future[Any]]] = []
-        self._topics = {topic: asyncio.Event() for topic in ("leases", *config.policies)}
+        topics = ["leases", *config.policies, *map(stage_topic, config.stages), *map(consumer_topic, config.policies)]
+        self._topics = {topic: asyncio.Event() for topic in topics}
         self._listeners: set[asyncio.Queue[c.Event]] = set()
         self._rates = PoolRates()
-        self._retry_snapshot_at = 0
         self.stopping = False
         self.crashed: asyncio.Event = asyncio.Event()
         self.crash: BaseException | None = None
+        for damage in self.damage:
+            self._tell(c.Event("alarm", {"journal": damage.file, "at": damage.position, "lost": damage.num_lost}))
 
     def now(self) -> float:
         """Run time in seconds: only while the service runs, never backwards, also over restarts."""
@@ -117,7 +137,8 @@ class Shell:
     async def tick_forever(self) -> None:
         """Expire what ran out of time; an error here ends the service."""
         section = self.config.dataflow
-        period = min(section.heartbeat_s, section.dead_after_s / 4, section.batch_lease_s / 4, 1.0)
+        stages = [stage.lease_s / 4 for stage in self.config.stages.values()]
+        period = min(section.heartbeat_s, section.dead_after_s / 4, section.batch_lease_s / 4, 1.0, *stages)
         while True:
             await asyncio.sleep(period)
             await self.tick()
@@ -149,6 +170,7 @@ class Shell:
 
     def close(self) -> None:
         """Snapshot what is known and release the files."""
+        self._compaction.close()
         try:
             self.metrics.flush()
             if self.crash is None and not self.metrics.num_waiting:  # the log of the journal still has those rows
@@ -158,6 +180,7 @@ class Shell:
         finally:
             self.segments.close()
             self.metrics.close()
+            self.history.close()
             self.journal.close()
 
     def _recover(self) -> tuple[Machine, float]:
@@ -165,30 +188,34 @@ class Shell:
         meta = self.journal.meta()
         if not meta:
             meta = {"run_id": uuid.uuid4().hex, "config": resolved_json(self.config), "sources": "{}"}
-            self.journal.set_meta(meta)
         old = config_from_json(meta["config"])
         refuse_other_run(old, self.config)
         known: dict[str, str] = msgspec.json.decode(meta["sources"])
         refuse_other_data(known, fingerprints)
         self.run_id = meta["run_id"]
         snapshot, now = self.journal.load()
-        machine = Machine(old, self._sources, snapshot)
-        for now, logged in self.journal.log():
-            self._replay(machine, logged, now)
+        read_tokens = TokenReader(self.segments.read)
+        machine = Machine(old, self._sources, snapshot, read_tokens)
+        for seq, now, logged in self.journal.log():
+            self._replay(machine, seq, logged, now)
+        self.history.flush()
         if self.metrics.num_waiting:  # a snapshot would forget them
             raise JournalError(
                 "metrics", str(self.metrics.path), "cannot be written", "make room on the disk, then start again"
             )
         if old != self.config:
-            machine = Machine(self.config, self._sources, machine.snapshot())
+            machine = Machine(self.config, self._sources, machine.snapshot(), read_tokens)
         machine.apply(c.Reopen(), now)
-        changed = {"config": resolved_json(self.config), "sources": _encode({**known, **fingerprints}).decode()}
-        self.journal.snapshot(machine.snapshot(), now, changed)
+        sources = _encode({**known, **fingerprints}).decode()
+        meta = {**meta, "config": resolved_json(self.config), "sources": sources}
+        self.journal.snapshot(machine.snapshot(), now, meta)
+        self.journal.forget_recovered()
         return machine, now
 
-    def _replay(self, machine: Machine, logged: bytes, now: float) -> None:
+    def _replay(self, machine: Machine, seq: int, logged: bytes, now: float) -> None:
+        command = _decode(logged)
         try:
-            applied = machine.apply(_decode(logged), now)
+            applied = machine.apply(command, now)
         except c.Refusal:  # it was refused the first time too
             return
         except Exception as error:
@@ -196,6 +223,7 @@ class Shell:
                 "journal", str(self.journal.path), f"cannot be replayed ({error!r})",
                 "report this with the journal; start the run again in a new directory to go on",
             ) from error  # fmt: skip
+        self.history.add(seq, now, moments_of(command, applied, machine))
         for instruction in applied.instructions:
             if isinstance(instruction, c.MetricsRow):
                 self.metrics.append(instruction)
@@ -204,11 +232,13 @@ class Shell:
         pending, self._pending = self._pending, []
         try:
             now = self.now()
+            self.segments.sync()
             self.journal.append([(now, _encode(command)) for command, _ in pending])
             self._apply(pending, now)
         except JournalError as error:
             log.error("%s", error)
-            self.segments.undo(x.put for x, _ in pending if isinstance(x, c.CommitEpisodes) and x.put is not None)
+            puts = [x.put for x, _ in pending if isinstance(x, c.CommitEpisodes | c.AddColumns)]
+            self.segments.undo(put for put in puts if put is not None)
             for _, future in pending:
                 if not future.done():
                     future.set_exception(error)
@@ -220,16 +250,19 @@ class Shell:
 
     def _apply(self, pending: list[tuple[c.Command, asyncio.Future[Any]]], now: float) -> None:
         topics: set[str] = set()
-        for command, future in pending:
+        first = self.journal.seq - len(pending) + 1
+        for seq, (command, future) in enumerate(pending, first):
             try:
                 applied = self.machine.apply(command, now)
             except c.Refusal as refusal:
                 if not future.done():
                     future.set_exception(HttpError(refusal.status, str(refusal), refusal.kind))
                 continue
+            self.history.add(seq, now, moments_of(command, applied, self.machine))
             self._perform(applied.instructions, topics)
             if not future.done():
                 future.set_result(applied.reply)
+        self.history.flush()
         for topic in topics:
             self._wake(topic)
         self._snapshot_when_due(now)
@@ -242,7 +275,7 @@ class Shell:
                 case c.Event():
                     self._tell(instruction)
                 case c.DropSegment():
-                    self.segments.drop(instruction.segment)
+                    self._compaction.release(instruction.segment)
                 case c.MetricsRow():
                     self.metrics.append(instruction, self._rates.read(self.machine.live))
 
@@ -254,19 +287,13 @@ class Shell:
                 queue.put_nowait(event)
 
     def _snapshot_when_due(self, now: float) -> None:
-        if self.journal.num_since_snapshot < max(self.config.dataflow.snapshot_every, self._retry_snapshot_at):
+        if not self._compaction.due:
             return
         self.metrics.flush()
         if self.metrics.num_waiting:  # a snapshot would forget them
-            self._retry_snapshot_at = self.journal.num_since_snapshot + 100
+            self._compaction.postpone()
             return
-        try:
-            self.journal.snapshot(self.machine.snapshot(), now)
-            self.segments.release_unneeded(self.machine.state.segment_puts)
-            self._retry_snapshot_at = 0
-        except JournalError as error:  # the log is intact; try again later
-            log.error("%s", error)
-            self._retry_snapshot_at = self.journal.num_since_snapshot + 100
+        self._compaction.begin(self.machine.snapshot(), now)
 
     def _wake(self, topic: str) -> None:
         event, self._topics[topic] = self._topics[topic], asyncio.Event()

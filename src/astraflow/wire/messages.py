@@ -17,6 +17,11 @@ are never compared.
 | POST /policies/{p}/batches         | trainer | BatchRequest -> Arrow(BatchHeader) / 204 | a full batch            |
 | POST /policies/{p}/batches/{b}/ack | trainer | Ack -> Ok                                | -                       |
 | POST /policies/{p}/checkpoints     | trainer | Checkpoint -> Ok                         | -                       |
+| POST /stages/{s}/leases            | stage   | StageRequest -> Arrow(StageRows)         | rows that wait for it   |
+| POST /stages/{s}/columns           | stage   | Arrow(ColumnsHeader) -> ColumnsReply     | -                       |
+| DELETE /stages/{s}/workers/{id}    | stage   | -> Ok (leave: leases are given back)     | -                       |
+| POST /consumers/{c}/batches        | reader  | ConsumerRequest -> Arrow(ConsumerHeader) | a group it has not read |
+| POST /consumers/{c}/ack            | reader  | ConsumerAck -> Ok                        | -                       |
 | GET  /status /metrics /events      | people  | -> JSON / Prometheus text / SSE          | -                       |
 
 Errors: any status >= 400 carries `Failure`. 401 token, 404 unknown id, 409 refused by state, 410 the run is over,
@@ -174,3 +179,78 @@ class Checkpoint(msgspec.Struct, kw_only=True):
 
     trainer_id: str
     version: int
+
+
+class StageRequest(msgspec.Struct, kw_only=True):
+    """Entries with about `n` rows, waiting at most `wait_s` for the first; an entry is all rows of one episode and policy.
+
+    Any request extends all leases of the worker. `n = 0` only says that it lives.
+    """
+
+    worker_id: str  # unique per process start
+    request_id: str  # a repeated request gets the same leases
+    n: int  # at most `stages.*.rows`; one entry is given even if it has more
+    wait_s: float = 0.0
+
+
+class StageLease(msgspec.Struct, kw_only=True):
+    """The right to add columns to the rows of one entry."""
+
+    entry_id: str  # "<policy>/<group id>/<sibling>"
+    attempt: int  # from 1; columns of an older attempt are refused
+    num_rows: int  # contiguous, in the order of the leases
+    fields: dict[str, Any] | None = None  # of the task; None: the stage does not need "task"
+
+
+class StageRows(msgspec.Struct, kw_only=True):
+    """Header of a reply to StageRequest; its rows have the columns that the stage needs, without "task"."""
+
+    leases: list[StageLease]  # empty: nothing waited for the stage in time
+    row_ids: list[str]  # "<entry id>:<number within it>", one per row
+    lease_s: float  # silence after which the rows are offered to others
+    finished: bool = False  # the run is over: leave
+
+
+class ColumnsHeader(msgspec.Struct, kw_only=True):
+    """Header of POST /stages/{s}/columns; its rows have the columns that the stage adds, and no other.
+
+    An entry whose work failed has no rows and is named in `failed`: it is offered again.
+    """
+
+    worker_id: str
+    request_id: str  # a repeated request changes nothing
+    leases: list[tuple[str, int]]  # (entry id, attempt), in the order of the rows
+    row_ids: list[str]  # as leased, one per row
+    failed: list[tuple[str, int, str]] = []  # (entry id, attempt, what went wrong)
+
+
+class ColumnsReply(msgspec.Struct):
+    """Per entry: "accepted", or "refused: <why>"; an entry that is refused is offered again."""
+
+    results: dict[str, str]
+
+
+class ConsumerRequest(msgspec.Struct, kw_only=True):
+    """Up to `n` groups of a policy from the first that was not acknowledged; the same again until it is."""
+
+    policy: str
+    n: int = 16
+    wait_s: float = 0.0
+
+
+class ConsumerHeader(msgspec.Struct, kw_only=True):
+    """Header of a reply to ConsumerRequest; the rows are as in a batch, added columns included."""
+
+    policy: str
+    position: int  # number of the first group, counted from the start of the run
+    next: int  # acknowledge this to go on behind the last group
+    group_ids: list[str]  # in order; the rows of one put lie together, not those of one group
+    missed: int  # groups of the policy that were forgotten before this consumer acknowledged them
+    finished: bool = False  # the run is over and these are its last groups
+
+
+class ConsumerAck(msgspec.Struct, kw_only=True):
+    """Everything before `position` has been read. Acknowledging again, or an earlier position, is a no-op."""
+
+    policy: str
+    position: int

@@ -126,8 +126,8 @@ def test_what_a_reward_stage_needs_comes_before_the_operators_too() -> None:
     assert found.stage_lease("sum") == []
     found.stage_add("judge", found.stage_lease("judge", 10), lambda e: float(e[-1]))
     found.stage_add("sum", found.stage_lease("sum", 10))
-    entries = next(iter(found.machine.state.policies["actor"].queue))
-    assert entries
+    (entries,) = (g.entries for g in found.machine.state.policies["actor"].queue.values())
+    assert [[a.stage for a in e.added] for e in entries] == [["echo", "judge", "sum"]] * 2
     check_law(found.machine)
     found.commit(found.lease(2), [None, None])
     found.stage_add("echo", found.stage_lease("echo", 10))

@@ -6,8 +6,8 @@
                               train log at 3    judge at 8   end: 12
 ```
 
-Reading changes nothing, so the same rows come again until they are acknowledged. A group leaves the log, and its rows may
-go, when every consumer of the policy is past it. One that is `max_behind` groups behind either holds admission, or
+Reading changes nothing, so the same rows come again until they are acknowledged. A group leaves the log, and its rows
+may go, when every consumer of the policy is past it. One that is `max_behind` groups behind either holds admission, or
 skips: its oldest group is forgotten and counted as missed.
 """
 

@@ -59,11 +59,11 @@ class Stages:
     ) -> None:
         """`too_late(policy, oldest version)`: why such a group cannot be trained any more; None: it can."""
         self._context, self.plans, self._too_late = context, plans, too_late
-        order = _in_order(plans)
-        self._early = {p: [n for n in order if plans[n].before_operators and p in plans[n].policies] for p in _of(plans)}
-        self._late = {
-            p: [n for n in order if not plans[n].before_operators and p in plans[n].policies] for p in _of(plans)
-        }
+        self._early: dict[str, list[str]] = {}  # policy -> stages before its operators, in order
+        self._late: dict[str, list[str]] = {}
+        for name in _in_order(plans):
+            for policy in plans[name].policies:
+                (self._early if plans[name].before_operators else self._late).setdefault(policy, []).append(name)
         for name in plans:
             context.state.stages.setdefault(name, StageState())
 
@@ -73,9 +73,8 @@ class Stages:
         played = {k: part for k, part in parts.items() if part.max_version >= 0}
         if not left or not played or self._too_late(policy, _oldest(played.values())) is not None:
             return False
-        results = [
-            r and msgspec.structs.replace(r, parts=[parts[k]] if k in parts else []) for k, r in enumerate(group.results)
-        ]
+        own = [[parts[k]] if k in parts else [] for k in range(len(group.results))]
+        results = [r and msgspec.structs.replace(r, parts=p) for r, p in zip(group.results, own, strict=True)]
         closed = msgspec.structs.replace(group, results=results)
         entries = {k: StagedEntry(part, list(left)) for k, part in played.items()}
         self._hold(policy, group.group_id, entries, closed=closed)
@@ -312,17 +311,13 @@ class Stages:
 
 
 def _split(entry_id: str) -> tuple[str, int]:
-    """"<policy>/<group id>/<sibling>" -> key of the group, sibling (-1: there is no number)."""
+    """ "<policy>/<group id>/<sibling>" -> key of the group, sibling (-1: there is no number)."""
     key, _, k = entry_id.rpartition("/")
     return key, int(k) if k.isdecimal() else -1
 
 
 def _oldest(parts: Iterable[Part]) -> int:
     return min(part.min_version for part in parts)
-
-
-def _of(plans: Mapping[str, StagePlan]) -> set[str]:
-    return {policy for plan in plans.values() for policy in plan.policies}
 
 
 def _in_order(plans: Mapping[str, StagePlan]) -> list[str]:

@@ -1,0 +1,43 @@
+"""What requests of all kinds share: refusals of the machine as HTTP errors, and waits with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from astraflow.dataflow.machine.commands import Refusal
+from astraflow.dataflow.shell import Shell
+from astraflow.wire.app import HttpError
+
+LONGEST_WAIT_S = 60.0
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """A refusal of the machine becomes the answer."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise HttpError(refusal.status, str(refusal), refusal.kind) from refusal
+
+
+def deadline_in(wait_s: float) -> float:
+    """The loop's time at which a request that may wait `wait_s` must be answered."""
+    return asyncio.get_running_loop().time() + min(max(wait_s, 0.0), LONGEST_WAIT_S)
+
+
+async def wait_for(shell: Shell, topic: str, deadline: float) -> bool:
+    """Until something happened to `topic`. False: the time of the request is over, or the service stops."""
+    left = deadline - asyncio.get_running_loop().time()
+    if left <= 0 or shell.stopping:
+        return False
+    await shell.wait(topic, left)
+    return not shell.stopping
+
+
+def check_alive(shell: Shell) -> None:
+    """Raises: HttpError: the run has failed, and why."""
+    failure = shell.machine.state.failure
+    if failure is not None:
+        raise HttpError(409, str(failure), failure.kind)
