@@ -223,4 +223,3 @@ class Queues:
     def _drop(self, name: str, group: QueuedGroup, reason: str) -> None:
         accounts.release_entries(self._context, group.entries)
         accounts.settle_dropped(self._context, name, group.group_id, reason)
-
