@@ -89,7 +89,8 @@ class Shell:
             self.segments.keep_only(self.machine.state.puts.values())
             opened.pop_all()
         self.damage = self.journal.recovered.damage
-        self._compaction = Compaction(self.journal, self.segments, config.dataflow.snapshot_every, self.end)
+        needed, every = self.machine.state.segment_puts, config.dataflow.snapshot_every
+        self._compaction = Compaction(self.journal, self.segments, every, needed.keys(), self.end)
         self._started = time.monotonic()
         self._pending: list[tuple[c.Command, asyncio.Future[Any]]] = []
         topics = ["leases", *config.policies, *map(stage_topic, config.stages), *map(consumer_topic, config.policies)]

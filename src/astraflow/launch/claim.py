@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import msgspec
 
 from astraflow.config.load import resolved_json
 from astraflow.config.schema import RunConfig
-from astraflow.dataflow.journal import Journal
+from astraflow.dataflow.journal.recovery import recover, refuse_loss
 from astraflow.dataflow.shell import open_sources
 from astraflow.dataflow.storage.identity import fixed_settings, refuse_other_data
 from astraflow.errors import ConfigError, LaunchError
@@ -27,7 +27,9 @@ from astraflow.observe.summary import steps_of
 
 
 @contextmanager
-def claim(config: RunConfig, *, resume: bool, path: Path | None = None) -> Iterator[RunDirectory]:
+def claim(
+    config: RunConfig, *, resume: bool, path: Path | None = None, accept_damage: bool = False
+) -> Iterator[RunDirectory]:
     """Make or take up the run directory, save the resolved settings in it, and keep others out until the block ends.
 
     Raises: LaunchError: it holds a run and `resume` is false, or the other way round, or somebody else works on it.
@@ -42,8 +44,11 @@ def claim(config: RunConfig, *, resume: bool, path: Path | None = None) -> Itera
             _refuse_changes(directory, config)
             if (directory.journal / "journal.sqlite").exists():
                 fingerprints = {name: source.fingerprint() for name, source in sources.items()}
-                with closing(Journal(directory.journal)) as journal:
-                    refuse_other_data(msgspec.json.decode(journal.meta().get("sources", "{}")), fingerprints)
+                found = recover(directory.journal)
+                if not accept_damage:
+                    refuse_loss(directory.journal, found)
+                meta = found.snapshot.meta if found.snapshot is not None else {}
+                refuse_other_data(msgspec.json.decode(meta.get("sources", "{}")), fingerprints)
         try:
             directory.logs.mkdir(exist_ok=True)
             directory.ready_file.parent.mkdir(exist_ok=True)

@@ -168,6 +168,14 @@ class MetricsRow(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
 
 
+class Happened(msgspec.Struct, frozen=True):
+    """A moment in the life of a task, for its history (`views.life` says which there are)."""
+
+    group_id: str
+    what: str
+    fields: dict[str, Any]
+
+
 class Event(msgspec.Struct, frozen=True):
     """Something people may want to see at once.
 
@@ -179,7 +187,7 @@ class Event(msgspec.Struct, frozen=True):
     fields: dict[str, Any]
 
 
-Instruction = Wake | DropSegment | Cancel | MetricsRow | Event
+Instruction = Wake | DropSegment | Cancel | MetricsRow | Happened | Event
 
 
 class BatchGrant(msgspec.Struct, frozen=True):

@@ -1,0 +1,132 @@
+"""What one command did to tasks, as moments of their lives; and such a life as text.
+
+| moment    | fields                                                                          |
+|-----------|---------------------------------------------------------------------------------|
+| admitted  | policies, purpose                                                               |
+| leased    | episode, attempt, node                                                          |
+| lost      | episode, attempt, node, why (given back, silent, training is over)              |
+| committed | episode, attempt, node, reward per policy, tokens, error                        |
+| refused   | episode, attempt, node, why                                                     |
+| queued    | policy, and what the operators made of it                                       |
+| columns   | policy, stage                                                                   |
+| batch     | policy, step                                                                    |
+| trained   | policy, step                                                                    |
+| dropped   | policy, reason                                                                  |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from astraflow.dataflow.journal.history import Life, Moment
+from astraflow.dataflow.machine import commands as c
+from astraflow.dataflow.state import Applied, Machine
+
+Found = tuple[str, str, dict[str, Any]]
+_ENDS = ("trained", "dropped")
+
+
+def moments_of(command: c.Command, applied: Applied, machine: Machine) -> Iterator[Found]:
+    """The moments of one applied command: (task, what, fields)."""
+    match command:
+        case c.LeaseEpisodes():
+            yield from _leased(command, applied.reply, machine)
+        case c.CommitEpisodes():
+            yield from _committed(command, applied.reply)
+    why = "given back" if isinstance(command, c.DrainNode) else "silent" if isinstance(command, c.Expire) else "over"
+    for instruction in applied.instructions:
+        match instruction:
+            case c.Happened():
+                yield instruction.group_id, instruction.what, instruction.fields
+            case c.Cancel():
+                group_id, _, k = instruction.episode_id.rpartition("/")
+                fields = {"episode": int(k), "attempt": instruction.attempt, "node": instruction.node_id, "why": why}
+                yield group_id, "lost", fields
+            case c.Event(kind="dropped"):
+                fields = {name: instruction.fields[name] for name in ("policy", "reason")}
+                yield instruction.fields["group_id"], "dropped", fields
+    match command:
+        case c.TakeBatch() if applied.reply is not None:
+            yield from _batch("batch", command.policy, applied.reply.step, machine)
+        case c.AckBatch():
+            yield from _batch("trained", command.policy, command.ack.version, machine)
+
+
+def _leased(command: c.LeaseEpisodes, leases: Iterable[Any], machine: Machine) -> Iterator[Found]:
+    for lease in leases:
+        k = int(lease.episode_id.rpartition("/")[2])
+        if k == 0 and lease.attempt == 1:
+            account = machine.state.tasks.get(lease.group_id)
+            policies = list(account.open_policies) if account is not None else []
+            yield lease.group_id, "admitted", {"policies": policies, "purpose": lease.purpose}
+        yield lease.group_id, "leased", {"episode": k, "attempt": lease.attempt, "node": command.node_id}
+
+
+def _committed(command: c.CommitEpisodes, answers: dict[str, str]) -> Iterator[Found]:
+    for episode in command.episodes:
+        group_id, _, k = episode.episode_id.rpartition("/")
+        fields: dict[str, Any] = {"episode": int(k) if k.isdecimal() else -1, "attempt": episode.attempt}
+        fields["node"] = command.node_id
+        answer = answers[episode.episode_id]
+        if answer != "accepted":
+            yield group_id, "refused", {**fields, "why": answer.removeprefix("refused: ")}
+            continue
+        if episode.error is not None:
+            fields["error"] = episode.error[:200]
+        else:
+            fields["reward"] = {part.policy: part.reward for part in episode.parts}
+            fields["tokens"] = sum(part.num_tokens for part in episode.parts)
+        yield group_id, "committed", fields
+
+
+def _batch(what: str, policy: str, step: int, machine: Machine) -> Iterator[Found]:
+    batch = machine.state.policies[policy].batches.get(step)
+    for group in batch.groups if batch is not None else []:
+        yield group.group_id, what, {"policy": policy, "step": step}
+
+
+def life_lines(life: Life) -> list[str]:
+    """One line a moment, and where the task is now."""
+    lines, seen = [], set[str]()
+    if life.begins_s and life.moments and life.moments[0].what != "admitted":
+        lines.append(f"(what happened before {life.begins_s:.3f} s is older than the history kept)")
+    for moment in life.moments:
+        text = _text(moment)
+        if text not in seen:  # a request that was repeated changes nothing
+            seen.add(text)
+            lines.append(f"{moment.now:12.3f} s  {text}")
+    lines.append(_where(life.moments))
+    return lines
+
+
+def _text(moment: Moment) -> str:
+    fields = dict(moment.fields)
+    return f"{moment.what:<10}" + " ".join(f"{name}={_value(value)}" for name, value in fields.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{k}:{_value(v)}" for k, v in value.items()) or "-"
+    if isinstance(value, list):
+        return ",".join(_value(v) for v in value) or "-"
+    return f"{value:.4g}" if isinstance(value, float) else "none" if value is None else str(value)
+
+
+def _where(moments: list[Moment]) -> str:
+    admitted = next((m for m in moments if m.what == "admitted"), None)
+    ends = {m.fields["policy"]: m for m in moments if m.what in _ENDS}
+    policies = admitted.fields["policies"] if admitted is not None else list(ends)
+    if not policies:
+        return f"last seen: {moments[-1].what}"
+    ended = []
+    for name in policies:
+        end = ends.get(name)
+        if end is None:
+            last = next((m.what for m in reversed(moments) if m.fields.get("policy", name) == name), "admitted")
+            ended.append(f"in flight for {name} (last: {last})")
+        elif end.what == "trained":
+            ended.append(f"trained by {name} in step {end.fields['step']}")
+        else:
+            ended.append(f"dropped for {name}: {end.fields['reason']}")
+    return "; ".join(ended)
