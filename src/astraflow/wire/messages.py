@@ -182,7 +182,7 @@ class Checkpoint(msgspec.Struct, kw_only=True):
 
 
 class StageRequest(msgspec.Struct, kw_only=True):
-    """Entries with about `n` rows, waiting at most `wait_s` for the first; an entry is all rows of one episode and policy.
+    """Entries with about `n` rows, waiting at most `wait_s` for the first. Entry: all rows of one episode and policy.
 
     Any request extends all leases of the worker. `n = 0` only says that it lives.
     """

@@ -11,7 +11,7 @@ from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.beside.consumers import topic
 from astraflow.dataflow.machine.records import Batch
 from astraflow.dataflow.shell import Shell
-from astraflow.dataflow.storage.rows import batch_table
+from astraflow.dataflow.storage.batches import batch_table
 from astraflow.wire import messages as m
 from astraflow.wire.app import json_reply, read_json, stream_reply
 from astraflow.wire.codec import TRAINING_SCHEMA, write_stream

@@ -22,7 +22,7 @@ from astraflow.dataflow.storage.columns import staged_rows, token_counts
 from astraflow.dataflow.storage.door import Refused, check_columns
 from astraflow.wire import messages as m
 from astraflow.wire.app import json_reply, read_body, read_json, stream_reply
-from astraflow.wire.codec import TRAJECTORY_SCHEMA, read_stream, write_stream
+from astraflow.wire.codec import read_stream, write_stream
 
 
 class StageEndpoints:
@@ -61,16 +61,17 @@ class StageEndpoints:
 
     def _rows(self, request: Request, plan: StagePlan, worker: str, given: list[tuple[str, int]]) -> Response:
         found = [(e, a, entry) for e, a in given if (entry := self._machine.stages.held(plan.name, worker, e, a))]
+        needs = [name for name in plan.needs if name != TASK_COLUMN]
+        entries = [entry for *_, entry in found]
+        rows = staged_rows(entries, needs, self._machine.state.puts, self._shell.segments.read)
+        found = [found[i] for i in rows.order]
         header = m.StageRows(
             leases=[self._lease(plan, *x) for x in found],
             row_ids=[f"{e}:{i}" for e, _, entry in found for i in range(len(entry.part.rows))],
             lease_s=plan.lease_s,
             finished=self._machine.finished,
         )
-        needs = [name for name in plan.needs if name != TASK_COLUMN]
-        read, puts = self._shell.segments.read, self._machine.state.puts
-        table = staged_rows([entry for *_, entry in found], needs, puts, read, TRAJECTORY_SCHEMA)
-        return stream_reply(request, write_stream(header, table))
+        return stream_reply(request, write_stream(header, rows.table))
 
     def _lease(self, plan: StagePlan, entry_id: str, attempt: int, entry: StagedEntry) -> m.StageLease:
         fields = None

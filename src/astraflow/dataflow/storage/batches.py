@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from astraflow.dataflow.machine.records import Batch, Entry, Put
+from astraflow.dataflow.machine.records import Batch, Entry, Put, StagedEntry
 from astraflow.dataflow.storage.balance import share
 from astraflow.dataflow.storage.tokens import token_advantages
 from astraflow.wire.codec import TRAINING_SCHEMA, flat_values, list_lengths
@@ -60,7 +60,7 @@ class BatchRows(msgspec.Struct, frozen=True):
     ranks: int = 1
 
 
-def entry_rows(entries: Sequence[Entry], puts: Mapping[int, Put]) -> EntryRows:
+def entry_rows(entries: Sequence[Entry | StagedEntry], puts: Mapping[int, Put]) -> EntryRows:
     """Where the rows of these entries lie (at least one), and what stages added to them."""
     counts = [len(e.part.rows) for e in entries]
     keys = np.repeat(np.array([e.part.put for e in entries], np.int64), counts)
