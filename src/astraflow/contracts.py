@@ -62,6 +62,7 @@ class Operator(Protocol):
 
     def on_result(self, group: Group) -> None:
         """A group of this source is complete for one policy (failed ones too), before that policy's operators."""
+        return None
 
     def on_group(self, group: Group) -> Group | str:
         """Pass the (perhaps changed) group on, or return the reason for which it is dropped."""
@@ -77,6 +78,7 @@ class Operator(Protocol):
 
     def on_batch(self, groups: Sequence[Group], step: int) -> None:
         """Change advantages and weights, and nothing else, of the groups of the batch of `step`."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state."""
@@ -84,6 +86,7 @@ class Operator(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
+        return None
 
 
 class Stage(Protocol):

@@ -47,17 +47,17 @@ class ReinforcePp(Operator):
         return group
 
     def on_batch(self, groups: Sequence[Group], step: int) -> None:
+        scored = np.array([r is not None for g in groups for r in g.rewards], bool)
         raw = np.array([a for g in groups for a in g.advantages or ()], np.float64)
-        if not raw.size:
-            return
-        counts = np.ones_like(raw)
-        if self._by == "tokens":
-            counts = np.array([n for g in groups for n in g.num_tokens], np.float64)
-        equal = raw.min() == raw.max()
-        mean = float(np.average(raw, weights=counts))
-        std = float(np.sqrt(np.average((raw - mean) ** 2, weights=counts)))
-        normal = np.zeros_like(raw) if equal else (raw - mean) / (std + self._eps)
+        counts = np.array([n for g in groups for n in g.num_tokens], np.float64) * scored
+        if self._by == "episodes":
+            counts = scored.astype(np.float64)
+        normal = np.zeros_like(raw)
+        if counts.sum() and raw[scored].min() < raw[scored].max():
+            mean = float(np.average(raw, weights=counts))
+            std = float(np.sqrt(np.average((raw - mean) ** 2, weights=counts)))
+            normal = np.where(scored, (raw - mean) / (std + self._eps), 0.0)
         start = 0
         for group in groups:
-            end = start + len(group.advantages or ())
+            end = start + len(group.rewards)
             group.advantages, start = normal[start:end].tolist(), end
