@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from astraflow.config.rooms import check_options, resolve
 from astraflow.config.schema import Component, RunConfig
+from astraflow.config.stages import consumer_problems, stage_problems
 from astraflow.errors import ConfigError, Problem
 
 
@@ -52,7 +53,7 @@ def check_run(raw: dict[str, Any], origin: str, base: Path | None = None) -> Run
         config = RunConfig.model_validate(_rebase(raw, base))
     except ValidationError as error:
         raise ConfigError(origin, [_sentence(e) for e in error.errors()]) from None
-    problems = [*_check_names(config), *_check_components(config)]
+    problems = [*_check_names(config), *_check_components(config), *stage_problems(config), *consumer_problems(config)]
     if problems:
         raise ConfigError(origin, problems)
     return config
@@ -212,8 +213,9 @@ def _check_components(config: RunConfig) -> list[str]:
     if ":" not in config.workflow.type:
         problems += _check("workflows", config.workflow, "workflow", {"policies"})
     from astraflow.config.operators import check_operators  # loads numpy, which --help must not
+    from astraflow.config.serving import serving_problems
 
-    return problems + check_operators(config)
+    return problems + check_operators(config) + serving_problems(config)
 
 
 def _check(room: str, component: Component, where: str, given: set[str]) -> list[str]:

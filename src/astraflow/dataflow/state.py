@@ -79,7 +79,7 @@ class Machine:
         self.stages = Stages(self.context, stage_plans(config), self.queues.too_late)
         self.consumers = Consumers(self.context, config.consumers, list(config.policies))
         source_chains = {name: source_chain_of(name, config.sources[name]) for name in config.train_sources}
-        self.admission = Admission(self.context, source_chains, self.queues.ready)
+        self.admission = Admission(self.context, source_chains, self.queues.ready, lambda: self.consumers.hold)
         self.routing = Routing(
             self.context, self._chains, self.admission, self.queues, self.evaluation, self.stages, self.consumers
         )

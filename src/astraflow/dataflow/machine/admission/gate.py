@@ -44,10 +44,17 @@ class Admission:
     """Opens groups from the training sources, in a seeded shuffle of each epoch; no source ever runs dry.
 
     Args: chains: operators by source. ready: whether a trainer of this policy at this version would get a batch.
+    held: whether a consumer is so far behind that nothing may start.
     """
 
-    def __init__(self, context: Context, chains: dict[str, SourceChain], ready: Callable[[str, int], bool]) -> None:
-        self._context, self._chains, self._ready = context, chains, ready
+    def __init__(
+        self,
+        context: Context,
+        chains: dict[str, SourceChain],
+        ready: Callable[[str, int], bool],
+        held: Callable[[], bool],
+    ) -> None:
+        self._context, self._chains, self._ready, self._held = context, chains, ready, held
         self._rows = {
             name: Rows(name, source.num_rows, context.plan.seed) for name, source in context.plan.sources.items()
         }
@@ -123,7 +130,7 @@ class Admission:
     @property
     def _gate_open(self) -> bool:
         context = self._context
-        if not context.all_resumed or context.training_over or context.state.failure is not None:
+        if not context.all_resumed or context.training_over or context.state.failure is not None or self._held():
             return False
         return all(
             policy.in_flight < self.limit(name)
