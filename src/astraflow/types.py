@@ -157,6 +157,10 @@ class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
     num_episodes: int
     replay: bool = False  # True: served again after a resume
     metrics: dict[str, float] = {}  # reward/mean, success/mean, staleness/mean, ... of this batch
+    rank: int = 0  # whose rows these are; all counts and metrics are those of the whole batch
+    ranks: int = 1
+    num_rows: int = 0  # trajectories
+    num_sampled_tokens: int = 0
 
 
 class Tokens(msgspec.Struct, frozen=True):

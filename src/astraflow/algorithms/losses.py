@@ -26,6 +26,8 @@ class PolicyLoss(Protocol):
     needs_batch: bool
     """True: `prepare` must see all trained tokens of the batch before the first gradient (one more forward pass when
     the batch is more than one microbatch)."""
+    corrects_off_policy: bool
+    """True: made for data of versions far behind the trainer's, as replay of more than `batch.max_staleness` gives."""
 
     def prepare(
         self, policy_logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, advantages: torch.Tensor
@@ -51,6 +53,7 @@ class PpoClip:
     """
 
     needs_batch = False
+    corrects_off_policy = False
 
     def __init__(
         self,
@@ -106,6 +109,7 @@ class M2po:
     """
 
     needs_batch = True
+    corrects_off_policy = True
 
     def __init__(self, threshold: float = 0.04, max_log_ratio: float = 3.0, aggregation: Aggregation = "token") -> None:
         _check("threshold", threshold, threshold > 0, "must be > 0", "use 0.04")

@@ -50,6 +50,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "overlong_penalty": "astraflow.dataflow.operators.shape.overlong_penalty:OverlongPenalty",
         "balance": "astraflow.dataflow.operators.weight.balance:Balance",
         "staleness_weight": "astraflow.dataflow.operators.weight.staleness_weight:StalenessWeight",
+        "replay": "astraflow.dataflow.operators.replay:Replay",
     },
     "advantages": {
         "grpo": "astraflow.dataflow.operators.credit.relative:Grpo",
@@ -74,6 +75,10 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "none": "astraflow.rollout.gateway.tools:NoParser",
     },
 }
+
+
+CORRECTS_OFF_POLICY = frozenset({"m2po"})
+"""Losses of the room whose class says `corrects_off_policy`, written here too because the classes load torch."""
 
 
 def resolve(room: str, type_name: str, where: str) -> Any:

@@ -64,10 +64,12 @@ class DataflowClient:
         self._http.json("POST", f"/policies/{policy}/heartbeat", body, m.Ok)
 
     def batch(
-        self, policy: str, trainer_id: str, version: int, *, wait_s: float = 0.0
+        self, policy: str, trainer_id: str, version: int, *, wait_s: float = 0.0, rank: int = 0, ranks: int = 1
     ) -> tuple[BatchHeader, pa.Table] | None:
-        """The batch of step `version + 1` (columns: `wire.codec.TRAINING_SCHEMA`); None: not full within `wait_s`."""
-        body = m.BatchRequest(trainer_id=trainer_id, version=version, wait_s=wait_s)
+        """The batch of step `version + 1` (columns: `wire.codec.TRAINING_SCHEMA`, then those of stages), or the share
+        of one of several ranks; None: not full within `wait_s`.
+        """
+        body = m.BatchRequest(trainer_id=trainer_id, version=version, wait_s=wait_s, rank=rank, ranks=ranks)
         status, payload, _ = self._http.get_bytes("POST", f"/policies/{policy}/batches", body, wait_s=wait_s)
         return None if status == 204 else read_stream(payload, BatchHeader)
 

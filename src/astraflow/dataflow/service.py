@@ -30,7 +30,7 @@ from astraflow.dataflow.endpoints.consumers import ConsumerEndpoints
 from astraflow.dataflow.endpoints.stages import StageEndpoints
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.queues import batch_id
-from astraflow.dataflow.machine.records import PolicyState
+from astraflow.dataflow.machine.records import Batch, PolicyState
 from astraflow.dataflow.shell import Shell
 from astraflow.dataflow.storage.batches import batch_table
 from astraflow.dataflow.storage.rows import episode_commits, row_facts
@@ -144,30 +144,37 @@ class _Endpoints:
 
     async def batch(self, request: Request) -> Response:
         body = await read_json(request, m.BatchRequest)
+        if not 0 <= body.rank < body.ranks:
+            raise HttpError(422, f"rank={body.rank} must be >= 0 and below ranks={body.ranks}; number ranks from 0")
         deadline = deadline_in(body.wait_s)
         while True:
             check_alive(self._shell)
             name, policy = self._trainer(request, body.trainer_id)
             self._machine.live.hear_trainer(name, self._shell.now())
-            if body.version >= self._machine.context.plan.steps or self._machine.queues.ready(name, body.version):
+            early = body.rank > 0 and body.version == policy.latest + 1  # rank 0 has not acknowledged yet
+            over = body.version >= self._machine.context.plan.steps
+            if over or (not early and self._machine.queues.ready(name, body.version)):
                 grant = await self._shell.submit(c.TakeBatch(name, body.trainer_id, body.version))
                 if grant is not None and grant.step in policy.batches:
-                    return self._batch_reply(request, name, policy, grant.step)
+                    return self._batch_reply(request, name, policy.batches[grant.step], body)
             if not await wait_for(self._shell, name, deadline):
                 return Response(status_code=204)
 
-    def _batch_reply(self, request: Request, name: str, policy: PolicyState, step: int) -> Response:
-        batch = policy.batches[step]
+    def _batch_reply(self, request: Request, name: str, batch: Batch, asked: m.BatchRequest) -> Response:
         header = BatchHeader(
-            batch_id=batch_id(name, step),
+            batch_id=batch_id(name, batch.step),
             policy=name,
-            step=step,
+            step=batch.step,
             num_groups=len(batch.groups),
             num_episodes=sum(len(g.entries) for g in batch.groups),
             replay=batch.acked,
             metrics=batch.metrics,
+            rank=asked.rank,
+            ranks=asked.ranks,
+            num_rows=int(batch.metrics["batch/trajectories"]),
+            num_sampled_tokens=int(batch.metrics["tokens/sampled"]),
         )
-        table = batch_table(batch, self._machine.state.puts, self._shell.segments.read)
+        table = batch_table(batch, self._machine.state.puts, self._shell.segments.read, asked.rank, asked.ranks)
         return stream_reply(request, write_stream(header, table))
 
     async def ack(self, request: Request) -> Response:

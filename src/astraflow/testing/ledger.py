@@ -106,7 +106,10 @@ class Ledger:
     def _check_account(self, name: str, state: State, policy: PolicyState) -> None:
         """The law, with what is in flight counted group by group."""
         opened = sum(group.purpose == "train" for group in state.groups.values())
-        waiting = sum(len(batch.groups) for batch in policy.batches.values() if not batch.acked)
+        fresh = {g.group_id for b in policy.batches.values() if not b.acked for g in b.groups[b.num_replayed :]}
+        if policy.rest is not None:
+            fresh.add(policy.rest.group.group_id)  # pieces of it may be part of a batch too
+        waiting = len(fresh)
         in_flight = opened + len(policy.queue) + waiting
         if policy.admitted != policy.trained + sum(policy.dropped.values()) + in_flight:
             self.problems.append(

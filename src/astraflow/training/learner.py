@@ -16,6 +16,7 @@ from astraflow.algorithms.losses import PolicyLoss
 from astraflow.config.env import cache_dir
 from astraflow.config.rooms import build, check_options, resolve
 from astraflow.config.schema import PolicySection, RunConfig
+from astraflow.config.serving import off_policy_problems
 from astraflow.contracts import Source
 from astraflow.errors import ConfigError
 from astraflow.models.chat import ChatTokenizer
@@ -134,6 +135,8 @@ class Learner:
         if problems := check_options(resolve("losses", spec.type, f"{where}.type"), spec.options, where, set()):
             raise ConfigError("run file", problems)
         loss: PolicyLoss = build("losses", spec.type, spec.options, where)
+        if problems := off_policy_problems(self.policy, self.section, loss.corrects_off_policy):
+            raise ConfigError("run file", problems)
         settings = StepSettings(
             optimizer=self.section.optimizer,
             total_steps=self.config.run.steps,

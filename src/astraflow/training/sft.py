@@ -35,6 +35,7 @@ class NegativeLogLikelihood:
 
     aggregation: Aggregation = "token"
     needs_batch = False
+    corrects_off_policy = False
 
     def prepare(self, policy_logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, advantages: torch.Tensor) -> None:
         """Nothing."""

@@ -159,11 +159,17 @@ class TrainerHeartbeat(msgspec.Struct, kw_only=True):
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
-    """The batch that follows `version`; asking again for the same version gives the same batch."""
+    """The batch that follows `version`; asking again for the same version gives the same batch.
+
+    With several data-parallel ranks each asks for its share, all with the same `trainer_id` and `version`; rank 0
+    alone resumes, acknowledges and reports checkpoints. The others may ask before it has acknowledged, and wait.
+    """
 
     trainer_id: str
     version: int  # the trainer's version now
     wait_s: float = 0.0
+    rank: int = 0  # 0 <= rank < ranks
+    ranks: int = 1
 
 
 class Ack(msgspec.Struct, kw_only=True):

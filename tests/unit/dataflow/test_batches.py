@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from astraflow.contracts import Operator
+from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine import commands as c
-from astraflow.dataflow.machine.records import Batch, Part
+from astraflow.dataflow.machine.records import Batch, Part, QueuedGroup
 from astraflow.dataflow.views.status import status
 from astraflow.testing.dataflow import Desk, check_law, policy_section, small_config
 from astraflow.types import Group
@@ -58,19 +59,13 @@ def test_a_waiting_group_that_grows_too_old_is_dropped_at_the_step_that_makes_it
     desk.start()
     desk.play(4)
     desk.take(0)
-    desk.machine.state.policies["actor"].admitted += 1  # a group beyond the gate, as after a smaller max_staleness
-    desk.machine.state.admitted += 1
     entries = desk.machine.state.policies["actor"].batches[1].groups[0].entries
-    from astraflow.dataflow.machine import accounts
-    from astraflow.dataflow.machine.records import QueuedGroup, TaskAccount
-
-    desk.machine.state.tasks["x"] = TaskAccount(["actor"])
+    accounts.admit(desk.machine.context, "train/9/9", "train")  # beyond the gate, as after a smaller max_staleness
     for e in entries:
         desk.machine.state.put_refs[e.part.put] += 1
-    desk.machine.queues.push("actor", QueuedGroup("x", 1.0, 0, entries))
+    desk.machine.queues.push("actor", QueuedGroup("train/9/9", 1.0, 0, entries))
     desk.ack(1)
     assert desk.machine.state.policies["actor"].dropped == {"stale": 1}
-    assert accounts.RECENT_GROUPS > 0
     check_law(desk.machine)
 
 

@@ -61,7 +61,7 @@ def _policy(machine: Machine, name: str, policy: PolicyState, now: float) -> dic
     return {
         "version": policy.latest,
         "checkpoint": policy.covered,
-        "queue": len(policy.queue),
+        "queue": policy.num_waiting,
         "gate": {"in_flight": policy.in_flight, "limit": machine.admission.limit(name)},
         "accounting": {
             "admitted": policy.admitted,
@@ -69,8 +69,16 @@ def _policy(machine: Machine, name: str, policy: PolicyState, now: float) -> dic
             "dropped": policy.dropped,
             "in_flight": policy.in_flight,
         },
+        "dropped_episodes": policy.dropped_episodes,
+        "replay": {"stored": len(policy.stored), "next": len(policy.selected), "replayed": policy.num_replayed},
         "batches": [
-            {"step": b.step, "groups": len(b.groups), "acked": b.acked, "holder": b.holder}
+            {
+                "step": b.step,
+                "groups": len(b.groups),
+                "replayed": b.num_replayed,
+                "acked": b.acked,
+                "holder": b.holder,
+            }
             for b in policy.batches.values()
         ],
         "trainer": {
@@ -106,13 +114,17 @@ def prometheus_text(machine: Machine) -> bytes:
     state, registry = machine.state, MetricsRegistry()
     for name, policy in state.policies.items():
         registry.set("astraflow_policy_version", policy.latest, policy=name)
-        registry.set("astraflow_queue_groups", len(policy.queue), policy=name)
+        registry.set("astraflow_queue_groups", policy.num_waiting, policy=name)
+        registry.set("astraflow_groups_stored", len(policy.stored), policy=name)
+        registry.set("astraflow_groups_replayed_total", policy.num_replayed, policy=name)
         registry.set("astraflow_groups_in_flight", policy.in_flight, policy=name)
         registry.set("astraflow_groups_limit", machine.admission.limit(name), policy=name)
         registry.set("astraflow_groups_admitted_total", policy.admitted, policy=name)
         registry.set("astraflow_groups_trained_total", policy.trained, policy=name)
         for reason, count in policy.dropped.items():
             registry.set("astraflow_groups_dropped_total", count, policy=name, reason=reason)
+        for reason, count in policy.dropped_episodes.items():
+            registry.set("astraflow_dropped_episodes_total", count, policy=name, reason=reason)
     for name, source in state.sources.items():
         registry.set("astraflow_source_tasks_admitted_total", source.admitted, source=name)
         registry.set("astraflow_source_tasks_in_flight", source.in_flight, source=name)

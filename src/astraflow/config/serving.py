@@ -1,0 +1,48 @@
+"""What `[policies.<p>.batch]` and a policy's replay may ask for together."""
+
+from __future__ import annotations
+
+from astraflow.config.operators import operators_of_policy
+from astraflow.config.rooms import CORRECTS_OFF_POLICY, ROOMS
+from astraflow.config.schema import BatchSection, PolicySection, RunConfig
+
+
+def serving_problems(config: RunConfig) -> list[str]:
+    """Everything that is wrong with how batches are made, one sentence each."""
+    problems: list[str] = []
+    for name, policy in config.policies.items():
+        problems += _batch_problems(f"policies.{name}.batch", policy.batch)
+        if (loss := policy.algorithm.loss.type) in ROOMS["losses"]:  # any other is asked when the trainer made it
+            problems += off_policy_problems(name, policy, loss in CORRECTS_OFF_POLICY)
+    return problems
+
+
+def off_policy_problems(name: str, policy: PolicySection, corrected: bool) -> list[str]:
+    """Replay of data older than `batch.max_staleness`, unless the loss corrects off-policy data."""
+    loss, bound = policy.algorithm.loss.type, policy.batch.max_staleness
+    if corrected:
+        return []
+    return [
+        f"{item.where}.max_age={item.operator.max_age} must be <= policies.{name}.batch.max_staleness={bound} with "
+        f"policies.{name}.algorithm.loss={loss!r}, which does not correct off-policy data; use a loss that does "
+        f"({', '.join(sorted(CORRECTS_OFF_POLICY))}), or leave max_age out"
+        for item in operators_of_policy(name, policy).listed
+        if item.operator.max_age is not None and item.operator.max_age > bound
+    ]
+
+
+def _batch_problems(where: str, batch: BatchSection) -> list[str]:
+    if not batch.episodes:
+        return []
+    problems = []
+    if batch.tokens:
+        problems.append(
+            f"{where}.tokens={batch.tokens} cannot be with {where}.episodes={batch.episodes}: a batch is so many "
+            "episodes or closes at so many tokens; leave one of them out"
+        )
+    if batch.groups != BatchSection().groups:
+        problems.append(
+            f"{where}.groups={batch.groups} has no effect with {where}.episodes={batch.episodes}; leave it out"
+        )
+    return problems
+
