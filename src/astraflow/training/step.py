@@ -26,13 +26,14 @@ from astraflow.algorithms.importance import log_ratios, ratio_sums
 from astraflow.algorithms.losses import PolicyLoss, Prepared
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import TrainingError
+from astraflow.training.feed.session import Interrupted
 from astraflow.training.forward import packed_logprobs, prepare_model
 from astraflow.training.packing import Pack, TokenRows, pack_rows
 
 MAX_SKIPPED_IN_A_ROW = 3
 
 
-class StepInterrupted(Exception):
+class StepInterrupted(Interrupted):
     """The trainer was told to end in the middle of a step."""
 
 

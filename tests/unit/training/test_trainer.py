@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-import astraflow.training.trainer as trainer_module
+import astraflow.training.feed.session as session_module
 from astraflow.config.schema import RunConfig
 from astraflow.dataflow.client import DataflowClient
 from astraflow.dataflow.service import create_dataflow_app, serve_dataflow
 from astraflow.errors import ConfigError, Unreachable, WireError
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import load_model
+from astraflow.training.feed.publisher import outward
 from astraflow.training.learner import Learner
 from astraflow.training.trainer import run_trainer
 from astraflow.types import Episode, Trajectory
@@ -198,13 +199,13 @@ def test_a_failure_of_the_heartbeats_ends_the_trainer(config, tmp_path, monkeypa
         raise WireError("heartbeat=1 is refused; for this test", 409)
 
     monkeypatch.setattr(DataflowClient, "trainer_heartbeat", refuse)
-    monkeypatch.setattr(trainer_module, "POLL_S", 0.05)
+    monkeypatch.setattr(session_module, "POLL_S", 0.05)
     with _dataflow(config, tmp_path) as url, pytest.raises(WireError, match="heartbeat=1"):
         run_trainer(url, "actor", tmp_path)  # no node: it would wait for its first batch
 
 
 def test_a_stop_signal_writes_a_checkpoint_and_ends_well(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_module, "POLL_S", 0.05)
+    monkeypatch.setattr(session_module, "POLL_S", 0.05)
     original = Learner.train
 
     def train_then_signal(self, table):
@@ -228,16 +229,16 @@ def nobody():
 
 
 def test_a_service_that_never_answers_is_named_while_waiting_and_given_up(nobody, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(trainer_module, "RETRY_S", 0.02)
-    monkeypatch.setattr(trainer_module, "FIRST_ANSWER_S", 0.2)
+    monkeypatch.setattr(session_module, "RETRY_S", 0.02)
+    monkeypatch.setattr(session_module, "FIRST_ANSWER_S", 0.2)
     with pytest.raises(Unreachable, match=r"check that the service runs.*given up after"):
         run_trainer(nobody, "actor", tmp_path)
     assert "waits for the dataflow service, up to 0 s more: url=" + nobody in caplog.text
 
 
 def test_a_stop_signal_ends_the_wait_for_the_first_answer(nobody, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_module, "RETRY_S", 0.02)
-    monkeypatch.setattr(trainer_module, "FIRST_ANSWER_S", 10.0)
+    monkeypatch.setattr(session_module, "RETRY_S", 0.02)
+    monkeypatch.setattr(session_module, "FIRST_ANSWER_S", 10.0)
     original, calls = DataflowClient.run, []
 
     def signal_then_run(self):
@@ -294,4 +295,4 @@ def test_an_unknown_policy_is_named(config, tmp_path):
     ],
 )
 def test_a_server_on_all_addresses_is_announced_by_one_that_can_be_reached(url, expected):
-    assert trainer_module._outward(url, "http://127.0.0.1:9") == expected
+    assert outward(url, "http://127.0.0.1:9") == expected

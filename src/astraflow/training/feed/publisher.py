@@ -1,0 +1,69 @@
+"""Published versions of one policy: a directory of them, and a process that serves it to nodes."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from astraflow.config.schema import WeightsSection
+from astraflow.weights.server import start_server
+from astraflow.weights.store import FileStore
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Versions below `root/policy`, kept and served as [weights] of the run file says."""
+
+    def __init__(self, root: Path, policy: str, section: WeightsSection, dataflow: str, token: str | None) -> None:
+        self._store = FileStore(root, policy, keep=section.keep, durable=False)
+        self._server = start_server(root, section.host, section.port, token)
+        self._policy, self._dataflow = policy, dataflow
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Where nodes find the versions: as files on this host, over HTTP on others."""
+        return (self._store.url, outward(self._server.policy_url(self._policy), self._dataflow))
+
+    def has(self, version: int) -> bool:
+        """`version` is visible."""
+        return version in self._store.versions()
+
+    def publish(self, version: int, tensors: Mapping[str, Any], files: Iterable[Path] = ()) -> None:
+        """See `TrainerSession.publish`."""
+        self._store.publish(version, _untied(tensors), files, keep_existing=True)
+        if self._server.ensure():
+            log.warning("the weights server had died and was started again at %s", self._server.url)
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.stop()
+
+
+def _untied(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tied weights once, under their first name, as engines expect them."""
+    found: dict[str, Any] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), tuple(tensor.shape))
+        if not tensor.numel() or place not in seen:
+            found[name] = tensor
+        seen.add(place)
+    return found
+
+
+def outward(url: str, dataflow: str) -> str:
+    """`url` as nodes can reach it: a server that listens on all addresses is named by the one that dataflow sees."""
+    host = urlsplit(url).hostname or ""
+    if host not in ("0.0.0.0", "::"):
+        return url
+    peer = urlsplit(dataflow)
+    family = socket.AF_INET6 if host == "::" else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # a datagram socket chooses a route, it sends nothing
+        probe.connect((peer.hostname, peer.port or 80))
+        own = probe.getsockname()[0]
+    return url.replace("//[::]:", f"//[{own}]:").replace("//0.0.0.0:", f"//{own}:")

@@ -1,0 +1,258 @@
+"""A trainer's place in a run: what any trainer, ours or yours, does with the dataflow service. Torch-free.
+
+```
+ resume ─► next_batch ─► (your step) ─► publish ─► acknowledge ─┬─► next_batch ...  ─► None: the run is over
+              ▲                                                 └─► checkpoint, now and then
+              └── heartbeats go out in the background all the time
+```
+| call                        | answers when                           | what you did before               |
+|-----------------------------|----------------------------------------|-----------------------------------|
+| `publish(version, tensors)` | the version is visible to every reader | loaded the model; took the step   |
+| `resume(version)`           | you are the trainer of the policy      | published `version`               |
+| `next_batch()`              | a batch is full, or the run is over    | acknowledged the batch before     |
+| `acknowledge(header)`       | the step counts as trained, for good   | published `header.step`           |
+| `checkpoint()`              | batches up to `version` may go         | wrote a checkpoint of `version`   |
+| `wait_until_finished()`     | evaluation is over, too                | nodes still fetch the last one    |
+
+A service that restarts, or whose disk is full, is waited for: every request is idempotent and sent again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+import pyarrow as pa
+
+from astraflow.config.env import token_from_env
+from astraflow.config.load import config_from_json
+from astraflow.dataflow.client import DataflowClient
+from astraflow.errors import ConfigError, TrainingError, Unreachable, WireError
+from astraflow.training.feed.publisher import Publisher
+from astraflow.types import BatchHeader
+from astraflow.wire.messages import Resume, ResumeReply
+
+DATAFLOW_GONE_S = 120.0
+FIRST_ANSWER_S = 30.0
+LEAVING_S = 20.0  # the same at the end of the run, when the service may have left before us
+POLL_S = 2.0
+TELL_EVERY_S = 30.0
+RETRY_S = 2.0  # one try of an unreachable service, after which the wait is logged and a stop is seen
+GONE = 410  # HTTP: the run is over
+NO_ROOM = 507  # HTTP: the disk of the service is full
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """The trainer was told to end while it waited."""
+
+
+class TrainerSession:
+    """The trainer of one policy, as the dataflow service sees it. Use it as a context manager, from one thread."""
+
+    def __init__(
+        self,
+        dataflow: str,
+        policy: str,
+        *,
+        weights: Path | None = None,
+        token: str | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """Ask the service at URL `dataflow` which run it serves.
+
+        Args: weights: directory for published versions, which a process of its own serves to nodes; None: you publish
+        yourself, and give the URLs of your stores to `resume`. token: of the run; None: ASTRAFLOW_TOKEN. stop: once
+        set, `next_batch` gives None and waits end with Interrupted.
+        Raises: ConfigError: no such policy. Unreachable: no answer within FIRST_ANSWER_S. Interrupted.
+        """
+        self._url, self._policy, self._token = dataflow, policy, token_from_env() if token is None else token
+        self._stop = stop or threading.Event()
+        self._client = DataflowClient(dataflow, self._token, give_up_s=RETRY_S)
+        self.trainer_id = f"{policy}-{uuid.uuid4().hex[:12]}"
+        self.run = self.patient(self._client.run, FIRST_ANSWER_S)
+        self.config = config_from_json(msgspec.json.encode(self.run.config))
+        if policy not in self.config.policies:
+            known = ", ".join(self.config.policies)
+            raise ConfigError(self.run.run, [f"policy={policy!r} is not in the run; use one of {known}"])
+        self._publisher = None
+        if weights is not None:
+            self._publisher = Publisher(weights, policy, self.config.weights, dataflow, self._token)
+        self.version = -1  # newest that was acknowledged, or resumed at; -1: not resumed yet
+        self.stats: dict[str, float] = {}  # sent with each heartbeat: gauges and monotonic counters of yours
+        self._held: BatchHeader | None = None  # taken and not acknowledged
+        self._failure: BaseException | None = None  # of the heartbeat thread
+        self._ended = threading.Event()
+        self._beats: DataflowClient | None = None  # a client of its own: heartbeats never wait behind a batch
+        self._beating: threading.Thread | None = None
+
+    def publish(self, version: int, tensors: Mapping[str, Any], files: Iterable[Path] = ()) -> None:
+        """Make `version` visible to nodes. Publishing it again, as after a crash, keeps what is there.
+
+        Args: tensors: Hugging Face name -> torch tensor (tied weights count once). files: config and tokenizer files,
+        for nodes that do not have the model.
+        Raises: TrainingError: the session has no `weights`. WeightError: a full disk, a dtype that cannot be stored.
+        """
+        if self._publisher is None:
+            raise TrainingError("session.weights", None, "must be a directory", "give it, or publish yourself")
+        self._publisher.publish(version, tensors, files)
+
+    def resume(self, version: int = 0, urls: tuple[str, ...] = ()) -> ResumeReply:
+        """Become the trainer of the policy, at `version`: 0, or that of the checkpoint that was loaded.
+
+        Batches after `version` that were trained before come again. An older trainer of the policy is replaced.
+        Args: urls: your own weight stores that hold `version`; empty: what `publish` filled.
+        Raises: WireError: refused: the version does not fit the run (409).
+        """
+        urls = urls or (self._publisher.urls if self._publisher is not None else ())
+        resume = Resume(trainer_id=self.trainer_id, version=version, run_id=self.run.run_id, urls=urls)
+        reply = self.patient(lambda: self._client.resume(self._policy, resume))
+        self.version, self._held = version, None
+        self._start_beating()
+        log.info("trains from version %d; %d batches come again", version, reply.replayed_batches)
+        return reply
+
+    def next_batch(self) -> tuple[BatchHeader, pa.Table] | None:
+        """The batch of step `version + 1` (columns: `wire.codec.TRAINING_SCHEMA`); None: the run is over, or `stop`.
+
+        Asked again before it is acknowledged, it gives the same batch.
+        Raises: WireError: refused, as when a newer trainer took over (409).
+        """
+        begin = told = time.monotonic()
+        while not self._stop.is_set():
+            self.check()
+            try:
+                batch = self.patient(
+                    lambda: self._client.batch(self._policy, self.trainer_id, self.version, wait_s=POLL_S)
+                )
+            except WireError as error:
+                if is_over(error):
+                    return None
+                raise
+            if batch is not None:
+                self._held = batch[0]
+                return batch
+            now = time.monotonic()
+            if now - told >= TELL_EVERY_S:
+                told = now
+                log.info(
+                    "waits for batch %s/%d since %.0f s: fewer than %d groups are complete", self._policy,
+                    self.version + 1, now - begin, self.config.policies[self._policy].batch.groups,
+                )  # fmt: skip
+        return None
+
+    def batches(self) -> Iterator[tuple[BatchHeader, pa.Table]]:
+        """`next_batch` until the run is over; each must be acknowledged before the next is asked for."""
+        while (batch := self.next_batch()) is not None:
+            yield batch
+
+    def acknowledge(self, header: BatchHeader, metrics: Mapping[str, float] | None = None) -> None:
+        """The batch was trained and version `header.step` is published. `metrics`: of the step, slash names.
+
+        Raises: TrainingError: not the batch that was taken last, or its version is not published.
+        """
+        if self._held is None or header.batch_id != self._held.batch_id:
+            held = self._held.batch_id if self._held is not None else "none"
+            raise TrainingError("batch", header.batch_id, f"is not the one that was taken ({held})", "train that one")
+        if self._publisher is not None and not self._publisher.has(header.step):
+            raise TrainingError(
+                f"{self._policy} version", header.step, "is not published", "publish it before you acknowledge its step"
+            )
+        finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}  # JSON: no NaN
+        self.patient(lambda: self._client.ack(header, self.trainer_id, finite))
+        self.version, self._held = header.step, None
+
+    def checkpoint(self) -> None:
+        """A checkpoint of `version` is on disk: batches up to it will never be asked for again."""
+        try:
+            self.patient(lambda: self._client.checkpoint(self._policy, self.trainer_id, self.version))
+        except Interrupted:  # the next checkpoint covers the same batches
+            log.info("ends without telling the dataflow service of checkpoint %d", self.version)
+        except WireError as error:
+            if not is_over(error):
+                raise
+
+    def wait_until_finished(self) -> None:
+        """Stay until the last evaluation round is done, so that its nodes can fetch the last version."""
+        try:
+            while not self.patient(self._client.run, LEAVING_S).finished and not self._stop.wait(1.0):
+                self.check()
+        except Interrupted:
+            return
+        except Unreachable:
+            log.info("the dataflow service is gone; the run is over for %s", self._policy)
+
+    def patient(self, call: Callable[[], T], gone_s: float | None = None) -> T:
+        """The answer of a service that may be out of reach for a while; says in the log what is waited for.
+
+        Raises: Interrupted: `stop` was set while it did not answer. WireError: refused, or no answer in `gone_s`.
+        """
+        limit_s = DATAFLOW_GONE_S if gone_s is None else gone_s
+        begin, told = time.monotonic(), -math.inf
+        while True:
+            try:
+                return call()
+            except WireError as error:
+                if not isinstance(error, Unreachable) and error.status != NO_ROOM:
+                    raise
+                now = time.monotonic()
+                if self._stop.is_set():
+                    log.info("stopped while it waited for the dataflow service")
+                    raise Interrupted from error
+                if now - begin >= limit_s:
+                    raise Unreachable(f"{error}; given up after {now - begin:.0f} s", error.status) from error
+                if now - told >= TELL_EVERY_S / 3:
+                    told = now
+                    log.warning("waits for the dataflow service, up to %.0f s more: %s", limit_s - (now - begin), error)
+                self._stop.wait(0.1)
+
+    def check(self) -> None:
+        """Raise what the heartbeat thread died of, as when a newer trainer took over."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """End the heartbeats and the weights server."""
+        self._ended.set()
+        if self._beats is not None and self._beating is not None:
+            self._beats.close()
+            self._beating.join(LEAVING_S)
+        if self._publisher is not None:
+            self._publisher.close()
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _start_beating(self) -> None:
+        if self._beats is None:
+            self._beats = DataflowClient(self._url, self._token, give_up_s=DATAFLOW_GONE_S)
+            name = f"heartbeat-{self._policy}"
+            self._beating = threading.Thread(target=self._beat, args=(self._beats,), name=name, daemon=True)
+            self._beating.start()
+
+    def _beat(self, client: DataflowClient) -> None:
+        try:
+            while not self._ended.wait(self.config.dataflow.heartbeat_s):
+                client.trainer_heartbeat(self._policy, self.trainer_id, dict(self.stats))
+        except BaseException as error:  # handed to the thread of the session, which raises it
+            if not self._ended.is_set() and not is_over(error):
+                self._failure = error
+
+
+def is_over(error: BaseException) -> bool:
+    """The service said that the run is over for this policy."""
+    return isinstance(error, WireError) and error.status == GONE
