@@ -280,6 +280,7 @@ def check_law(machine: Machine) -> None:
         assert policy.queue_episodes == sum(s.episodes for s in sizes), name
         assert policy.queue_tokens == sum(s.tokens for s in sizes), name
     assert state.admitted == state.trained + sum(state.dropped.values()) + len(state.tasks)
+    check_sources(machine)
     entries = [e for p in state.policies.values() for g in _kept_groups(p) for e in g.entries]
     kept: list[Part | Added] = [e.part for e in entries]
     kept += [
@@ -335,3 +336,18 @@ def check_stages(machine: Machine) -> list[Part | Added]:
     }
     assert workers == held, "leases differ between workers and entries"
     return needed
+
+
+def check_sources(machine: Machine) -> None:
+    """Each row that a cursor passed was admitted or skipped, and the mix owes nobody more than a pick or two.
+
+    Raises: AssertionError: naming what does not hold.
+    """
+    state, plan = machine.state, machine.context.plan
+    for name, source in state.sources.items():
+        rows = plan.sources[name].num_rows
+        passed = source.epoch * rows + source.position
+        assert passed == source.admitted + sum(source.skipped.values()), f"sources.{name}: a row was lost"
+        assert source.in_flight == sum(group_id.startswith(f"{name}/") for group_id in state.tasks), name
+        assert 0 <= source.position < rows and abs(source.credit) <= len(state.sources), name
+    assert state.admitted == sum(source.admitted for source in state.sources.values())
