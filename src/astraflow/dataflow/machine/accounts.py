@@ -16,6 +16,15 @@ from astraflow.types import error_kind
 RECENT_GROUPS = 4096
 UNSCORED = "unscored"  # reason of a group that had no reward, or failures of several kinds
 _MESSAGE_CHARS = 300
+_MOST_REASONS = 64  # of drops, per policy: operators of users name their own
+_ADVICE = {
+    "zero_variance": "make rewards differ within a group: easier or more varied tasks, a warm start, a higher "
+    "sampling.temperature, a larger workflow.group_size; or keep equal groups with operators = ['keep_all']",
+    "length_filter": "change length_filter.min_tokens, length_filter.max_tokens or sampling.max_tokens: too few "
+    "episodes of a group are within the bounds",
+    "dedup": "raise sampling.temperature: the answers of a group are copies of each other; or lower dedup.min_episodes",
+    "stale": "raise batch.max_staleness, or lower batch.groups: groups are older than allowed when they are complete",
+}
 
 
 def admit(context: Context, group_id: str, source: str) -> None:
@@ -39,6 +48,8 @@ def settle_trained(context: Context, name: str, group_id: str) -> None:
 def settle_dropped(context: Context, name: str, group_id: str, reason: str, *, failed: bool = False) -> None:
     """The group will not be trained by policy `name`; its slot is free. `failed`: for want of scored episodes."""
     policy = context.state.policies[name]
+    if reason not in policy.dropped and len(policy.dropped) >= _MOST_REASONS:
+        reason = "other"
     policy.dropped[reason] = policy.dropped.get(reason, 0) + 1
     policy.num_dropped += 1
     _settle(context, name, group_id, trained=False, reason=reason)
@@ -108,10 +119,8 @@ def _check_anything_left(context: Context, name: str, policy: PolicyState) -> No
         rule, fix = _failing(context)
     else:
         rule = "groups were dropped in a row without one batch"
-        fix = (
-            "make rewards differ within a group: easier or more varied tasks, a warm start, a higher "
-            "sampling.temperature, a larger workflow.group_size; or keep equal groups with operators = ['keep_all']"
-        )
+        most = max(policy.dropped, key=lambda reason: policy.dropped[reason])
+        fix = _ADVICE.get(most, f"loosen what drops groups as '{most}', see policies.{name}.operators")
     where = f"policies.{name}.batch.max_dropped_groups"
     rule, fix = f"{rule} (so far: {reasons})", f"{fix}; or raise this limit"
     fail(context, Failed("NothingToTrainOn", where, str(limit), rule, fix))
