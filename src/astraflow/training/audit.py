@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from astraflow.training.forward import packed_logprobs
-from astraflow.training.packing import TokenRows, pack_rows
+from astraflow.models.scoring.forward import packed_logprobs
+from astraflow.models.scoring.packing import TokenRows, pack_rows
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -23,6 +23,7 @@ from astraflow.models.chat import ChatTokenizer
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import load_model, load_tensors, state_tensors
 from astraflow.models.registry import model_directory
+from astraflow.models.scoring.packing import rows_from_table
 from astraflow.training.audit import Auditor
 from astraflow.training.checkpoint import (
     TrainingState,
@@ -32,7 +33,6 @@ from astraflow.training.checkpoint import (
     optimizer_tensors,
     save_checkpoint,
 )
-from astraflow.training.packing import rows_from_table
 from astraflow.training.sft import Demonstrations, supervised_steps
 from astraflow.training.step import StepCounts, Stepper, StepSettings
 from astraflow.weights.store import FileStore

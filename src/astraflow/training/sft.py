@@ -21,8 +21,8 @@ from astraflow.contracts import Source
 from astraflow.errors import SourceError
 from astraflow.models.chat import ChatTokenizer
 from astraflow.models.load import load_model
+from astraflow.models.scoring.packing import TokenRows, rows_from_lists
 from astraflow.training.checkpoint import save_model
-from astraflow.training.packing import TokenRows, rows_from_lists
 from astraflow.training.step import Stepper, StepSettings
 
 Example = tuple[np.ndarray, np.ndarray]

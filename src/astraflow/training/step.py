@@ -26,9 +26,9 @@ from astraflow.algorithms.importance import log_ratios, ratio_sums
 from astraflow.algorithms.losses import PolicyLoss, Prepared
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import TrainingError
+from astraflow.models.scoring.forward import packed_logprobs, prepare_model
+from astraflow.models.scoring.packing import Pack, TokenRows, pack_rows
 from astraflow.training.feed.session import Interrupted
-from astraflow.training.forward import packed_logprobs, prepare_model
-from astraflow.training.packing import Pack, TokenRows, pack_rows
 
 MAX_SKIPPED_IN_A_ROW = 3
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from astraflow.models.scoring.forward import prepare_model
+from astraflow.models.scoring.packing import rows_from_table
 from astraflow.training.audit import Auditor
-from astraflow.training.forward import prepare_model
-from astraflow.training.packing import rows_from_table
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from astraflow.config.schema import OptimizerSection
 from astraflow.errors import ModelError, TrainingError
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import load_model
+from astraflow.models.scoring.packing import rows_from_table
 from astraflow.training.checkpoint import (
     STATE,
     TrainingState,
@@ -23,7 +24,6 @@ from astraflow.training.checkpoint import (
     save_checkpoint,
     save_model,
 )
-from astraflow.training.packing import rows_from_table
 from astraflow.training.step import Stepper, StepSettings
 
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import astraflow.training.attention as attention
-import astraflow.training.forward as forward
+import astraflow.models.scoring.attention as attention
+import astraflow.models.scoring.forward as forward
 from astraflow.errors import ModelError
-from astraflow.training.forward import HeadLogprobs, packed_logprobs, prepare_model
-from astraflow.training.packing import pack_rows, rows_from_lists
+from astraflow.models.scoring.forward import HeadLogprobs, packed_logprobs, prepare_model
+from astraflow.models.scoring.packing import pack_rows, rows_from_lists
 
 LENGTHS = [19, 7, 7, 30, 2, 12, 11, 7, 25]
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from astraflow.errors import TrainingError
-from astraflow.training.packing import pack_rows, rows_from_lists, rows_from_table
+from astraflow.models.scoring.packing import pack_rows, rows_from_lists, rows_from_table
 
 MARKER = np.float32(-7.25)
 

@@ -11,7 +11,7 @@ import torch
 from astraflow.algorithms.losses import M2po, PpoClip
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import TrainingError
-from astraflow.training.packing import rows_from_table
+from astraflow.models.scoring.packing import rows_from_table
 from astraflow.training.step import StepInterrupted, Stepper, StepSettings, learning_rate
 
 LENGTHS = [5, 40, 12, 12, 33, 7, 9, 21, 64, 3, 17, 12, 28, 50, 6, 11]
@@ -76,8 +76,8 @@ def test_metrics_tell_what_the_batch_was(make_model, batch):
 
 def test_on_policy_ratios_are_one(make_model, batch):
     stepper = Stepper(make_model(), PpoClip(), _settings())
-    from astraflow.training.forward import packed_logprobs
-    from astraflow.training.packing import pack_rows
+    from astraflow.models.scoring.forward import packed_logprobs
+    from astraflow.models.scoring.packing import pack_rows
 
     (pack,) = pack_rows(batch, 10_000)
     with torch.no_grad():

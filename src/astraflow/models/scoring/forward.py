@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from astraflow.errors import ModelError
 from astraflow.models.linear import ROWS, prefers_onednn, product, weight_gradient
-from astraflow.training.attention import IMPLEMENTATION, pack_layout
-from astraflow.training.packing import Pack
+from astraflow.models.scoring.attention import IMPLEMENTATION, pack_layout
+from astraflow.models.scoring.packing import Pack
 
 CHUNK_ELEMENTS = 1 << 25  # logits of one chunk: 128 MB in float32
 

@@ -95,7 +95,7 @@ def packed_attention(
     if pack_layout is None or softcap is not None:
         raise ModelError(
             "attention", type(module).__name__, "cannot run packed (no layout, or it caps its scores)",
-            "use a decoder with plain causal attention and call it through training.forward",
+            "use a decoder with plain causal attention and call it through models.scoring",
         )  # fmt: skip
     window = sliding_window if sliding_window and sliding_window < pack_layout.longest else None
     if not pack_layout.buckets:

@@ -76,6 +76,28 @@ def rows_from_table(table: pa.Table) -> TokenRows:
     return rows if (parents < 0).all() else _expand_forks(table, rows, parents)
 
 
+def rows_to_score(table: pa.Table) -> TokenRows:
+    """Every sampled token of the rows of whole episodes, forks expanded. `versions` holds the place of each token in the
+    flat column `token_ids`, so that what is computed for a target finds its way back.
+
+    Args: table: with the columns `episode_id`, `branch`, `parent_branch`, `fork_at`, `token_ids`, `loss_mask`.
+    Raises: TrainingError: as `rows_from_table`.
+    """
+    lengths = list_lengths(table.column("token_ids")).astype(np.int64)
+    size = int(lengths.sum())
+    rows = TokenRows(
+        starts=_offsets(lengths),
+        token_ids=flat_values(table.column("token_ids")),
+        trained=flat_values(table.column("loss_mask")),
+        behavior_logprobs=np.zeros(size, dtype=np.float32),
+        advantages=np.zeros(size, dtype=np.float32),
+        versions=np.arange(size, dtype=np.int32),
+        weights=np.ones(len(lengths), dtype=np.float32),
+    )
+    parents = table.column("parent_branch").to_numpy()
+    return rows if (parents < 0).all() else _expand_forks(table, rows, parents)
+
+
 def rows_from_lists(examples: list[tuple[np.ndarray, np.ndarray]]) -> TokenRows:
     """Rows of (token_ids, trained) pairs without reinforcement columns: logprobs 0, advantages 1, weights 1."""
     starts = _offsets(np.array([len(ids) for ids, _ in examples], dtype=np.int64))
