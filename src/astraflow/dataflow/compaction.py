@@ -47,6 +47,7 @@ class Compaction:
         self._retry_at = 0
         self._running: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "snapshot")
+        self._ended = asyncio.Event()
         self.num_snapshots = self.num_failures = 0
 
     @property
@@ -77,6 +78,12 @@ class Compaction:
         self._running = self._thread.submit(self._journal.compact, snapshot)
         self._running.add_done_callback(lambda job: _call(loop, self._end, snapshot, job))
 
+    async def ended(self) -> None:
+        """Until no snapshot is being written."""
+        while self._running is not None:
+            self._ended.clear()
+            await self._ended.wait()
+
     def close(self) -> None:
         """Wait for a snapshot that is being written."""
         self._thread.shutdown(wait=True)
@@ -86,6 +93,7 @@ class Compaction:
         if job is not self._running:  # closed meanwhile
             return
         self._running = None
+        self._ended.set()
         try:
             job.result()
             self._journal.end_snapshot(snapshot)

@@ -90,7 +90,7 @@ class Shell:
             opened.pop_all()
         self.damage = self.journal.recovered.damage
         needed, every = self.machine.state.segment_puts, config.dataflow.snapshot_every
-        self._compaction = Compaction(self.journal, self.segments, every, needed.keys(), self.end)
+        self.compaction = Compaction(self.journal, self.segments, every, needed.keys(), self.end)
         self._started = time.monotonic()
         self._pending: list[tuple[c.Command, asyncio.Future[Any]]] = []
         topics = ["leases", *config.policies, *map(stage_topic, config.stages), *map(consumer_topic, config.policies)]
@@ -171,7 +171,7 @@ class Shell:
 
     def close(self) -> None:
         """Snapshot what is known and release the files."""
-        self._compaction.close()
+        self.compaction.close()
         try:
             self.metrics.flush()
             if self.crash is None and not self.metrics.num_waiting:  # the log of the journal still has those rows
@@ -276,7 +276,7 @@ class Shell:
                 case c.Event():
                     self._tell(instruction)
                 case c.DropSegment():
-                    self._compaction.release(instruction.segment)
+                    self.compaction.release(instruction.segment)
                 case c.MetricsRow():
                     self.metrics.append(instruction, self._rates.read(self.machine.live))
 
@@ -288,13 +288,13 @@ class Shell:
                 queue.put_nowait(event)
 
     def _snapshot_when_due(self, now: float) -> None:
-        if not self._compaction.due:
+        if not self.compaction.due:
             return
         self.metrics.flush()
         if self.metrics.num_waiting:  # a snapshot would forget them
-            self._compaction.postpone()
+            self.compaction.postpone()
             return
-        self._compaction.begin(self.machine.snapshot(), now)
+        self.compaction.begin(self.machine.snapshot(), now)
 
     def _wake(self, topic: str) -> None:
         event, self._topics[topic] = self._topics[topic], asyncio.Event()

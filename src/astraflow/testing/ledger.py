@@ -9,7 +9,6 @@ first batch is long forgotten. Commands leave the journal only when its service 
 from __future__ import annotations
 
 import contextlib
-import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import NamedTuple
 import msgspec
 
 from astraflow.config.load import config_from_json
+from astraflow.dataflow.journal.recovery import LOG, Logged, newest_snapshot, read_log
+from astraflow.dataflow.journal.snapshots import Snapshot
 from astraflow.dataflow.machine import commands
 from astraflow.dataflow.machine.records import PolicyState, State
 from astraflow.dataflow.shell import open_sources
@@ -26,43 +27,36 @@ from astraflow.dataflow.state import Machine
 _decode = msgspec.json.Decoder(commands.Command).decode
 
 
-class _Snapshot(NamedTuple):
-    seq: int
-    now: float
-    state: bytes
-
-
 class _Read(NamedTuple):
-    config: str
-    snapshot: _Snapshot | None
-    log: list[tuple[int, float, bytes]]
+    snapshot: Snapshot
+    log: list[Logged]
 
 
 class Ledger:
     """What was ever seen in the journal of `run_dir`. `problems`: sentences about what is wrong."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / "dataflow" / "journal.sqlite"
+        self._directory = run_dir / "dataflow"
         self.problems: list[str] = []
         self.batches: dict[tuple[str, int], tuple[str, ...]] = {}  # policy, step -> groups
         self._home: dict[tuple[str, str], int] = {}  # policy, group -> step that trains it
+        self._cut: set[tuple[str, str]] = set()  # policy, group: may be in several batches, a piece in each
         self._rows: dict[tuple[str, int, int], int] = {}  # policy, put, row -> step: one row belongs to one episode
         self.num_looks = 0
         self._machine: Machine | None = None
-        self._base: _Snapshot | None = None  # where `_machine` began
+        self._base: Snapshot | None = None  # where `_machine` began
         self._seq = 0  # newest command that it has
 
     def look(self) -> State | None:
         """Take in the journal as it is now; None: there is nothing in it yet."""
-        read = _read(self._path)
+        read = _read(self._directory)
         if read is None:
             return None
         self.num_looks += 1
         if self._machine is None or read.snapshot != self._base:
-            config = config_from_json(read.config)
-            state = read.snapshot.state if read.snapshot else None
-            self._machine = Machine(config, open_sources(config), state)
-            self._base, self._seq = read.snapshot, read.snapshot.seq if read.snapshot else 0
+            config = config_from_json(read.snapshot.meta["config"])
+            self._machine = Machine(config, open_sources(config), read.snapshot.state)
+            self._base, self._seq = read.snapshot, read.snapshot.seq
             self.examine(self._machine.state)
         for seq, now, command in read.log:
             if seq > self._seq:
@@ -118,13 +112,17 @@ class Ledger:
             )
 
     def _check_batches(self, name: str, policy: PolicyState) -> None:
+        """No group, no row of one that was cut, is in two batches, but what is trained again on purpose."""
+        if policy.rest is not None:
+            self._cut.add((name, policy.rest.group.group_id))
         for step, batch in policy.batches.items():
             groups = tuple(group.group_id for group in batch.groups)
             known = self.batches.setdefault((name, step), groups)
             if known != groups:
                 self.problems.append(f"{name}: batch {step} changed from {known} to {groups}")
-            for group in batch.groups:
-                if (other := self._home.setdefault((name, group.group_id), step)) != step:
+            for group in batch.groups[batch.num_replayed :]:
+                other = self._home.setdefault((name, group.group_id), step)
+                if other != step and (name, group.group_id) not in self._cut:
                     self.problems.append(f"{name}: group {group.group_id} is in batches {other} and {step}")
                 for entry in group.entries:
                     for row in entry.part.rows:
@@ -132,18 +130,10 @@ class Ledger:
                             self.problems.append(f"{name}: row {entry.part.put}:{row} is in batches {other} and {step}")
 
 
-def _read(journal: Path) -> _Read | None:
-    """What is in `journal` now; None: no journal, or nothing in it."""
-    if not journal.exists():
+def _read(directory: Path) -> _Read | None:
+    """What is in the journal now; None: nothing, or it is just changing."""
+    try:
+        snapshot, _ = newest_snapshot(directory)
+    except FileNotFoundError:  # it was replaced meanwhile
         return None
-    with contextlib.closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True, timeout=10.0)) as db:
-        try:
-            db.execute("BEGIN")
-            meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
-            found = db.execute("SELECT seq, now, state FROM snapshot").fetchone()
-            log = db.execute("SELECT seq, now, command FROM log ORDER BY seq").fetchall()
-        except sqlite3.OperationalError:  # it is being created, or its service is just starting again
-            return None
-    if "config" not in meta:
-        return None
-    return _Read(meta["config"], _Snapshot(*found) if found else None, log)
+    return _Read(snapshot, read_log(directory / LOG, snapshot.seq)[0]) if snapshot is not None else None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from astraflow.dataflow.journal.recovery import read_log
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.records import EpisodeCommit, Part
 from astraflow.dataflow.shell import Shell
@@ -135,7 +136,9 @@ async def test_snapshots_replace_the_log_and_give_the_same_state(tmp_path: Path)
     leases = await begin(first)
     for lease in leases:
         await first.submit(commit_of(first, [lease]))
-    assert first.journal.num_since_snapshot < 10
+    await first.compaction.ended()
+    assert first.compaction.num_snapshots == 1 and first.journal.num_since_snapshot == 1
+    assert [x.seq for x in read_log(tmp_path / "run" / "dataflow" / "journal.sqlite", 10)[0]] == [11]
     state = json.loads(first.machine.snapshot())
     crashed = image(tmp_path / "run", tmp_path / "crashed")
     first.close()
@@ -207,5 +210,11 @@ async def test_segments_that_nobody_needs_are_deleted(tmp_path: Path) -> None:
     await first.submit(c.TakeBatch("actor", "t", 1))
     await first.submit(c.AckBatch("actor", "actor/2", m.Ack(trainer_id="t", version=2)))
     await first.submit(c.CoverBatches("actor", m.Checkpoint(trainer_id="t", version=2)))
+    assert len(list(directory.iterdir())) == 2, "a replay of the log may need the rows"
+    await first.compaction.ended()
+    for number in range(12):  # more than dataflow.snapshot_every
+        await first.submit(c.LeaseEpisodes("n", f"more{number}", 0))
+    await first.compaction.ended()
+    assert first.compaction.num_snapshots >= 1 and first.compaction.waiting_bytes == 400  # the newest is full, too
     assert [p.name for p in directory.iterdir()] == ["000002.arrow"]
     first.close()

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from astraflow.dataflow.machine.records import Put
-from astraflow.dataflow.storage.segments import Segments
+from astraflow.dataflow.storage.segments import DamagedRows, Segments
 from astraflow.errors import JournalError
 
 
 @pytest.fixture
 def segments(tmp_path: Path) -> Iterator[Segments]:
-    segments = Segments(tmp_path, [], segment_bytes=1000)
+    segments = Segments(tmp_path, segment_bytes=1000)
     yield segments
     segments.close()
 
@@ -35,23 +35,20 @@ def test_a_full_segment_is_followed_by_the_next(segments: Segments, tmp_path: Pa
     puts = [segments.append(b"x" * 600) for _ in range(5)]
     assert [p.segment for p in puts] == [1, 1, 2, 2, 3]
     assert files(tmp_path) == ["000001.arrow", "000002.arrow", "000003.arrow"]
+    assert segments.sealed == {1, 2}
     segments.drop(1)
-    segments.drop(3)  # still being written
-    assert files(tmp_path) == ["000002.arrow", "000003.arrow"]
-    for _ in range(2):
-        segments.append(b"x" * 600)
-    segments.release_unneeded([2])
-    assert files(tmp_path) == ["000002.arrow", "000004.arrow"]
+    assert files(tmp_path) == ["000002.arrow", "000003.arrow"] and segments.sealed == {2}
 
 
 def test_a_start_keeps_what_is_needed_and_writes_to_a_new_file(tmp_path: Path) -> None:
-    first = Segments(tmp_path, [], segment_bytes=100)
+    first = Segments(tmp_path, segment_bytes=100)
     kept, gone = first.append(b"kept" * 50), first.append(b"gone" * 50)
     torn = first.append(b"torn" * 10)
     first.close()
     with (tmp_path / f"{torn.segment:06d}.arrow").open("r+b") as file:  # a kill in the middle of a write
         file.truncate(5)
-    again = Segments(tmp_path, [kept], segment_bytes=100)
+    again = Segments(tmp_path, segment_bytes=100)
+    again.keep_only([kept])
     assert files(tmp_path) == [f"{kept.segment:06d}.arrow", f"{torn.segment + 1:06d}.arrow"]
     assert again.read(kept).to_pybytes() == b"kept" * 50
     assert again.append(b"new").segment > torn.segment > gone.segment
@@ -59,15 +56,17 @@ def test_a_start_keeps_what_is_needed_and_writes_to_a_new_file(tmp_path: Path) -
 
 
 def test_a_segment_that_is_shorter_than_the_journal_says_is_refused_by_name(tmp_path: Path) -> None:
-    first = Segments(tmp_path, [])
+    first = Segments(tmp_path)
     put = first.append(b"x" * 500)
     first.close()
     with (tmp_path / "000001.arrow").open("r+b") as file:
         file.truncate(499)
+    again = Segments(tmp_path)
     with pytest.raises(JournalError, match=r"000001\.arrow must hold 500 bytes and has 499"):
-        Segments(tmp_path, [put])
+        again.keep_only([put])
     with pytest.raises(JournalError, match="has 0"):
-        Segments(tmp_path, [Put(7, 0, 1)])
+        again.keep_only([Put(7, 0, 1)])
+    again.close()
 
 
 def test_bodies_that_could_not_be_journaled_are_taken_back(segments: Segments, tmp_path: Path) -> None:
@@ -90,3 +89,32 @@ def test_a_full_disk_is_a_journal_error_and_leaves_nothing_behind(segments: Segm
     assert (tmp_path / "000001.arrow").stat().st_size == 4
     again = segments.append(b"y" * 500)
     assert segments.read(again).to_pybytes() == b"y" * 500 and segments.read(kept).to_pybytes() == b"kept"
+
+
+@pytest.mark.parametrize("position", [0, 250, 499])
+def test_a_flipped_byte_is_found_when_the_body_is_read(tmp_path: Path, position: int) -> None:
+    first = Segments(tmp_path)
+    before, put = first.append(b"a" * 100), first.append(b"x" * 500)
+    with (tmp_path / "000001.arrow").open("r+b") as file:
+        file.seek(put.offset + position)
+        file.write(b"y")
+    assert first.read(before).to_pybytes() == b"a" * 100
+    with pytest.raises(DamagedRows, match=rf"000001\.arrow is damaged between byte {put.offset}") as found:
+        first.read(put)
+    assert found.value.put == put
+    first.close()
+
+
+def test_synced_bodies_are_on_the_disk_before_anybody_hears_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("astraflow.dataflow.storage.segments.os.fdatasync", synced.append)
+    for fsync, expected in ((False, 0), (True, 2)):
+        segments = Segments(tmp_path / f"{fsync}", 100, fsync=fsync)
+        for _ in range(2):  # the second goes into the next file
+            segments.append(b"x" * 200)
+        segments.sync()
+        segments.sync()
+        assert len(synced) == expected
+        segments.close()

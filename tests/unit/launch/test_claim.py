@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from astraflow.config.schema import RunConfig
-from astraflow.dataflow.journal import Journal
+from astraflow.dataflow.journal.log import Journal
 from astraflow.errors import ConfigError, JournalError, LaunchError, SourceError
 from astraflow.launch.claim import claim, frozen_changes
 from astraflow.launch.rundir import RunDirectory
@@ -99,7 +99,7 @@ def test_a_second_launcher_changes_nothing_of_a_live_run(tmp_path: Path) -> None
 def test_other_data_is_refused_before_the_settings_are_saved(tmp_path: Path) -> None:
     directory = taken(config(tmp_path), resume=False)
     with closing(Journal(directory.journal)) as journal:
-        journal.set_meta({"sources": json.dumps({"train": "of other rows"})})
+        journal.snapshot(b"{}", 0.0, {"sources": json.dumps({"train": "of other rows"})})
     before = directory.config_file.read_bytes()
     with pytest.raises(JournalError, match=r"sources\.train=.* holds other rows"):
         taken(config(tmp_path, run__steps=9), resume=True)

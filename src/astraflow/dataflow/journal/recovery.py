@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from astraflow.dataflow.journal.head import Head, read_head
+from astraflow.dataflow.journal.head import read_head
 from astraflow.dataflow.journal.snapshots import Snapshot, read_snapshot, snapshot_files
 from astraflow.dataflow.journal.wal import WalReport, walk
 from astraflow.errors import JournalError
@@ -86,9 +86,9 @@ def recover(directory: Path) -> Recovered:
     """
     report = walk(directory / f"{LOG}-wal")
     _refuse_format(directory / LOG)
-    snapshot, damage = _newest_snapshot(directory)
+    snapshot, damage = newest_snapshot(directory)
     after = snapshot.seq if snapshot is not None else 0
-    log, bad = _read_log(directory / LOG, after)
+    log, bad = read_log(directory / LOG, after)
     last = log[-1].seq if log else after
     head = read_head(directory / HEAD)
     notes: list[str] = []
@@ -130,7 +130,11 @@ def _place(directory: Path, report: WalReport, bad: str | None, last: int, lost:
     return Damage(LOG, bad or f"row {last + 1}, which is missing", lost, exact)
 
 
-def _newest_snapshot(directory: Path) -> tuple[Snapshot | None, list[Damage]]:
+def newest_snapshot(directory: Path) -> tuple[Snapshot | None, list[Damage]]:
+    """The newest snapshot (None: there is none) and which of its copies are damaged.
+
+    Raises: JournalDamaged: both are.
+    """
     files = snapshot_files(directory)
     newest = [path for seq, path in files if seq == files[0][0]]
     read = {path: read_snapshot(path) for path in newest}
@@ -144,7 +148,7 @@ def _newest_snapshot(directory: Path) -> tuple[Snapshot | None, list[Damage]]:
     return good, damage
 
 
-def _read_log(path: Path, after: int) -> tuple[list[Logged], str | None]:
+def read_log(path: Path, after: int) -> tuple[list[Logged], str | None]:
     """Commands after number `after` up to the first bad one, and where that is."""
     log: list[Logged] = []
     if not path.exists():
@@ -185,9 +189,3 @@ def _refuse_format(path: Path) -> None:
         raise JournalError(
             "journal.format", form, f"must be {FORMAT}", "use the AstraFlow version that wrote this run directory"
         )
-
-
-def trusted_head(directory: Path) -> Head | None:
-    """How far the log was answered for, if that is known."""
-    head = read_head(directory / HEAD)
-    return head if head is not None and head.trusted else None

@@ -34,10 +34,10 @@ class WalReport(NamedTuple):
 
 def walk(path: Path) -> WalReport:
     """Judge every frame of `path`; a missing or empty file has none."""
-    size = path.stat().st_size if path.exists() else 0
+    content = np.frombuffer(path.read_bytes() if path.exists() else b"", np.uint8)
+    size = len(content)
     if size < _HEADER + _FRAME:
         return WalReport()
-    content = np.memmap(path, np.uint8, "r")
     header = _big(content[:_HEADER])
     page = int(header[2]) if header[2] != 1 else 65536
     if page < 512 or page & (page - 1):
