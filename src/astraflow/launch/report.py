@@ -124,6 +124,10 @@ def _health(summary: Mapping[str, Any]) -> str:
     dropped = sum(account["dropped"].values())
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(account["dropped"].items()))
     law = "holds" if law_holds(account) else "DOES NOT HOLD"
+    skipped = "; ".join(
+        f"{source}: " + ", ".join(f"{operator} {n}" for operator, n in sorted(counts.items()))
+        for source, counts in summary["skipped"].items()
+    )
     return "\n".join(
         [
             "| | |",
@@ -137,6 +141,7 @@ def _health(summary: Mapping[str, Any]) -> str:
             f"| tasks | {account['admitted']} admitted = {account['trained']} trained + {dropped} dropped "
             f"+ {account['in_flight']} in flight: the law {law} |",
             f"| dropped | {reasons or 'none'} |",
+            *([f"| skipped before they were admitted | {skipped} |"] if skipped else []),
         ]
     )
 

@@ -173,6 +173,10 @@ def _pool_lines(status: Mapping[str, Any]) -> list[str]:
             f"tasks: {account.get('admitted')} admitted, {account.get('trained')} trained, "
             f"{account.get('in_flight')} in flight" + (f"; dropped: {dropped}" if dropped else "")
         )
+    for name, source in dict(status.get("sources", {})).items():
+        refused = "  ".join(f"{operator} {count}" for operator, count in dict(source.get("skipped", {})).items())
+        if refused:
+            lines.append(f"source {name}: {source.get('admitted')} admitted; skipped: {refused}")
     rounds = status.get("evaluation", {}).get("open", [])
     lines += [f"evaluation of version {r['version']}: {r['done']} of {r['of']} tasks" for r in rounds]
     return lines

@@ -93,6 +93,7 @@ def summarise(rows: Sequence[Row], status: Mapping[str, Any] | None = None) -> d
             "max": _over(steps, "logprob_gap/max", np.max),
         },
         "accounting": accounting(steps, status),
+        "skipped": skipped(steps),
         "errors": errors_of(status),
         "tokens_per_s": _tokens_per_s(steps, wall_s),
         "versions": _versions(steps, status),
@@ -118,6 +119,16 @@ def accounting(steps: Sequence[Row], status: Mapping[str, Any] | None) -> dict[s
                 reason = name.removeprefix("groups/dropped/")
                 total["dropped"][reason] = total["dropped"].get(reason, 0) + int(value)
     return total
+
+
+def skipped(steps: Sequence[Row]) -> dict[str, dict[str, int]]:
+    """Tasks that operators refused before they were admitted: source -> operator -> number, as of the last row."""
+    counts: dict[str, dict[str, int]] = {}
+    for name, value in (steps[-1] if steps else {}).items():
+        head, _, operator = name.partition("/skipped/")
+        if operator and head.startswith("sources/"):
+            counts.setdefault(head.removeprefix("sources/"), {})[operator] = int(value)
+    return counts
 
 
 def errors_of(status: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:

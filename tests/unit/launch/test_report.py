@@ -29,7 +29,8 @@ def write_rows(run_dir: Path, num_steps: int = 12) -> None:
              "success/mean": n / 30, "staleness/count/0": 10.0, "staleness/count/1": 30.0, "logprob_gap/p50": 1e-6,
              "logprob_gap/p99": 1e-5, "logprob_gap/max": 2e-5, "perf/wait_s": 1.0, "perf/busy_s": 3.0,
              "nodes/idle_fraction": 0.1, "groups/admitted": 20.0 * n, "groups/trained": 16.0 * n,
-             "groups/dropped/zero_variance": 3.0 * n, "groups/in_flight": 1.0 * n}
+             "groups/dropped/zero_variance": 3.0 * n, "groups/in_flight": 1.0 * n,
+             "sources/train/skipped/greso": 2.0 * n}
         )  # fmt: skip
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -71,6 +72,7 @@ def test_a_finished_run_leaves_everything(tmp_path: Path) -> None:
         "# Run demo", "A demonstration.", "success (held-out)", "curves.png", "staleness.png", "| node idle | 10.0% |",
         "| trainer idle | 25.0% |", "240 admitted = 192 trained + 48 dropped + 0 in flight: the law holds",
         "1e-06, 1e-05, 2e-05", "16 groups, max_staleness 1", "grpo, ppo_clip", "newest versions: actor 12", "75.0%",
+        "| skipped before they were admitted | train: greso 24 |", "| train sources | train: calculator |",
         "step-000012", f"astraflow try {tmp_path}",
     ):  # fmt: skip
         assert part in page, part

@@ -21,6 +21,7 @@ STATUS: dict[str, Any] = {
     "policies": {"actor": {"version": 3, "queue": 2, "gate": {"in_flight": 7, "limit": 32}}},
     "nodes": [{"name": "node0", "leased": 60, "capacity": 64, "versions": {"actor": 3}, "silent_s": 9.0}],
     "accounting": {"admitted": 20, "trained": 12, "dropped": {"zero_variance": 1}, "in_flight": 7},
+    "sources": {"train": {"admitted": 20, "skipped": {"greso": 4}}, "other": {"admitted": 0, "skipped": {}}},
     "evaluation": {"open": [{"version": 3, "done": 10, "of": 40}]},
 }
 
@@ -75,7 +76,8 @@ def test_a_terminal_gets_a_live_panel(tmp_path: Path) -> None:
     text = out.getvalue()
     for part in (
         "demo", "step 3/60", "reward 0.250", "held-out at version 3", "node0: plays 60 of 64  actor v3  silent for 9 s",
-        "20 admitted, 12 trained, 7 in flight; dropped: zero_variance 1", "evaluation of version 3: 10 of 40 tasks",
+        "20 admitted, 12 trained, 7 in flight; dropped: zero_variance 1", "source train: 20 admitted; skipped: greso 4",
+        "evaluation of version 3: 10 of 40 tasks",
         "node0 starts again",
     ):  # fmt: skip
         assert part in text

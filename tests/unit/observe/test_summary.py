@@ -27,6 +27,7 @@ def test_a_run_without_a_step_has_a_summary() -> None:
         "staleness": {"mean": None, "p99": None, "max": None},
         "logprob_gap": {"p50": None, "p99": None, "max": None},
         "accounting": {"admitted": 0, "trained": 0, "dropped": {}, "in_flight": 0},
+        "skipped": {},
         "errors": {},
         "tokens_per_s": None,
         "versions": {},
@@ -89,6 +90,14 @@ def test_the_law_is_read_from_the_last_rows_or_the_status() -> None:
     final = {"admitted": 12, "trained": 8, "dropped": {"stale": 1, "finished": 3}, "in_flight": 0}
     assert accounting(rows, {"accounting": final}) == final
     assert not law_holds({**final, "trained": 9})
+
+
+def test_skipped_tasks_are_those_of_the_last_row() -> None:
+    rows = [
+        step(1, **{"sources/train/skipped/greso": 3.0}),
+        step(2, **{"sources/train/skipped/greso": 5.0, "sources/b/skipped/x.y:Z": 1.0, "sources/b/admitted": 9.0}),
+    ]
+    assert summarise(rows)["skipped"] == {"train": {"greso": 5}, "b": {"x.y:Z": 1}}
 
 
 def test_tokens_per_second_and_versions() -> None:

@@ -69,6 +69,15 @@ def drop_episodes(context: Context, name: str, group: QueuedGroup, reason: str) 
     context.out.append(Event("episodes_dropped", fields))
 
 
+def of_sources(context: Context) -> dict[str, float]:
+    """Metrics of a step: tasks admitted and skipped so far, by source."""
+    metrics = {}
+    for name, source in context.state.sources.items():
+        metrics[f"sources/{name}/admitted"] = float(source.admitted)
+        metrics |= {f"sources/{name}/skipped/{operator}": float(n) for operator, n in source.skipped.items()}
+    return metrics
+
+
 def count_error(context: Context, error: str) -> None:
     """One more failed episode; the first message of each kind is kept, so that somebody can mend the cause."""
     kind, state = error_kind(error), context.state

@@ -189,6 +189,7 @@ class Queues:
         self._replays[name].settle(batch)
         account = {f"groups/dropped/{reason}": float(n) for reason, n in policy.dropped.items()}
         account |= {f"episodes/dropped/{reason}": float(n) for reason, n in policy.dropped_episodes.items()}
+        account |= accounts.of_sources(self._context)
         account |= {
             "groups/admitted": float(policy.admitted),
             "groups/trained": float(policy.trained),

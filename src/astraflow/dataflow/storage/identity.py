@@ -15,8 +15,8 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
     """Settings that may not change within a run directory, by dotted path; all others may."""
     raw = config.model_dump(mode="json")
     fixed: dict[str, Any] = {"run.seed": config.run.seed}
-    fixed["train_source"] = config.train_source if config.mix is None else None
     fixed["mix"] = raw["mix"]
+    fixed["train_source"] = config.train_source if config.mix is None else None
     for name in config.train_sources:
         fixed[f"sources.{name}.group_size"] = raw["sources"][name]["group_size"]
         fixed[f"sources.{name}.operators"] = raw["sources"][name]["operators"]
