@@ -17,6 +17,8 @@ import typer.main
 
 from astraflow.cli.app import app
 from astraflow.config.schema import RunConfig
+from astraflow.contracts import Operator
+from astraflow.testing.operators import check_operator, group
 from astraflow.types import Task
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +49,8 @@ def test_python_plays(text: str) -> None:
         if thing.__name__ == "solve" and "OpenAI" not in text:
             reward = asyncio.run(thing(TASK, {"actor": FakeLLM(), "verifier": FakeLLM()}))
             assert isinstance(reward, float | dict)
+        elif inspect.isclass(thing) and Operator in thing.__mro__:
+            check_operator(thing, [group([1.0, 0.0]), group([0.0, 1.0, 1.0], row=1), group([0.0, 1.0], row=2)])
         elif inspect.isclass(thing):
             source = thing()
             assert len(source) > 0 and json.dumps(source.row(0)) and source.fingerprint()
