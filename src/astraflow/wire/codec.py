@@ -206,7 +206,8 @@ def read_stream(buffer: bytes | memoryview | pa.Buffer, header_type: type[H]) ->
     try:
         with pa.ipc.open_stream(pa.py_buffer(buffer)) as reader:
             table = reader.read_all()
-    except (pa.ArrowInvalid, OSError) as error:
+        table.validate(full=True)  # offsets out of bounds would be read as memory of the process
+    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
         raise SchemaError(
             "body", f"{len(buffer)} bytes", f"must be an Arrow IPC stream ({error})", "send " + CONTENT_TYPE
         ) from error
@@ -235,10 +236,8 @@ def check_schema(table: pa.Table, schema: pa.Schema) -> None:
             raise SchemaError(
                 f"column {field.name}", str(got.type), f"must be {field.type}", "it is never cast; convert it"
             )
-        if not field.nullable and table.column(index).null_count:
-            raise SchemaError(
-                f"column {field.name}", f"{table.column(index).null_count} nulls", "must have none", "fill it"
-            )
+        if not field.nullable and (row := _first_null(table.column(index))) is not None:
+            raise SchemaError(f"column {field.name}", "null", f"must not be null (row {row})", "fill it")
     lengths = list_lengths(table.column("token_ids"))
     for name in TOKEN_COLUMNS[1:]:
         other = list_lengths(table.column(name))
@@ -248,6 +247,19 @@ def check_schema(table: pa.Table, schema: pa.Schema) -> None:
                 f"column {name}", int(other[row]), f"must have {int(lengths[row])} entries in row {row}, as token_ids",
                 "keep the token columns equally long",
             )  # fmt: skip
+
+
+def _first_null(column: pa.ChunkedArray) -> int | None:
+    """The first row that is null, or whose list holds a null."""
+    start = 0
+    for chunk in column.chunks:
+        if chunk.null_count:
+            return start + int(np.flatnonzero(chunk.is_null().to_numpy(zero_copy_only=False))[0])
+        if pa.types.is_list(chunk.type) and (values := chunk.flatten()).null_count:
+            entry = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+            return start + int(np.searchsorted(np.cumsum(list_lengths(chunk)), entry, "right"))
+        start += len(chunk)
+    return None
 
 
 def list_lengths(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
