@@ -17,7 +17,9 @@ from typing import Any
 from astraflow.config.env import cache_dir
 from astraflow.config.rooms import build
 from astraflow.config.schema import RunConfig
+from astraflow.dataflow.operators.source.chain import source_chain_of
 from astraflow.errors import AstraFlowError, ConfigError, SourceError
+from astraflow.types import SourceView, Task
 from astraflow.workflows.load import build_workflow
 from astraflow.workflows.single_turn import SingleTurn
 
@@ -92,7 +94,7 @@ def check_play(config: RunConfig) -> dict[str, int]:
     """Build the workflow and every source, read first rows; gives the number of rows of each source.
 
     Raises: SourceError: a source is missing, malformed or empty, or lacks what is asked of its rows. Problem,
-    ConfigError: the workflow cannot be built.
+    ConfigError: the workflow cannot be built. DataflowError: an operator of a source fails on its first row.
     """
     workflow = build_workflow(config.workflow, sorted(config.policies))
     rows, first = {}, {}
@@ -106,6 +108,9 @@ def check_play(config: RunConfig) -> dict[str, int]:
     if isinstance(workflow, SingleTurn):
         for name in sorted(played):
             _check_keys(name, first[name], workflow.fields, "workflow.prompt names it")
+    for name in config.train_sources:  # an operator that cannot read a row says so now
+        chain = source_chain_of(name, config.sources[name])
+        chain.admit(Task(name, 0, 0, first[name]), SourceView(0, 0, 0), 0.0)
     for policy, section in config.policies.items():
         if section.warm_start is not None:
             name = section.warm_start.source

@@ -17,9 +17,10 @@ from astraflow.errors import DataflowError, Unauthorized, WireError
 from astraflow.testing.dataflow import Rows, episode, policy_section, small_config, sources, trajectory
 from astraflow.types import EpisodeLease
 from astraflow.wire import messages as m
-from astraflow.wire.codec import TRAINING_SCHEMA, check_schema, encode_episodes, write_stream
+from astraflow.wire.codec import CONTENT_TYPE, TRAINING_SCHEMA, check_schema, encode_episodes, write_stream
 
 Serve = Callable[..., Any]
+ARROW = {"content-type": CONTENT_TYPE}
 
 
 def reward_of(lease: EpisodeLease) -> float:
@@ -163,9 +164,9 @@ def test_wrong_columns_are_422_and_nothing_is_committed(serve: Serve) -> None:
     assert client.status()["episodes"]["committed"] == 0
     header, batch = encode_episodes([episode(lease, "n")], "n")
     body = write_stream(header, batch.drop_columns(["versions"]))
-    answer = urllib3.request("POST", service.url + "/episodes", body=body.to_pybytes())
+    answer = urllib3.request("POST", service.url + "/episodes", body=body.to_pybytes(), headers=ARROW)
     assert answer.status == 422 and b"versions" in answer.data
-    answer = urllib3.request("POST", service.url + "/episodes", body=b"\x80\x04\x95pickle")
+    answer = urllib3.request("POST", service.url + "/episodes", body=b"\x80\x04\x95pickle", headers=ARROW)
     assert answer.status == 422
 
 
@@ -371,3 +372,34 @@ def test_other_data_is_refused_at_a_restart(serve: Serve, tmp_path: Path) -> Non
     with pytest.raises(JournalError, match=r"workflow\.group_size="):
         serve(small_config(workflow__group_size=4))
     serve(small_config(), rows={"train": Rows(), "held": Rows(3)}).close()
+
+
+def test_a_request_goes_on_over_as_many_commands_as_the_rows_need(serve: Serve) -> None:
+    levels = ["q5000", *(f"q{i}" for i in range(12_000) if i != 5000)]
+    curriculum = {"type": "curriculum", "by": "question", "levels": levels}
+    config = small_config(sources__train={"type": "sums", "operators": [curriculum]}, run__seed=2)
+    service = serve(config, rows={"train": Rows(12_000), "held": Rows(3)})
+    client = service.start()
+    (lease,) = client.lease("n", 1, wait_s=20).leases
+    assert lease.task.row == 5000
+    assert client.status()["sources"]["train"]["skipped"]["curriculum"] > 4096, "more than one command looks at"
+
+
+def test_nothing_to_train_on_is_the_answer_to_everybody(serve: Serve) -> None:
+    curriculum = {"type": "curriculum", "by": "question", "levels": ["none", *(f"q{i}" for i in range(10))]}
+    service = serve(small_config(sources__train={"type": "sums", "operators": [curriculum]}))
+    client = service.start()
+    with pytest.raises(WireError, match=r"sources\.train\.operators=curriculum let no task through"):
+        client.lease("n", 1, wait_s=20)
+        client.lease("n", 1, wait_s=20)
+    assert client.status()["failure"]["kind"] == "NothingToTrainOn"
+
+
+def test_a_list_of_operators_cannot_change_within_a_run_directory(serve: Serve) -> None:
+    from astraflow.errors import JournalError
+
+    greso = {"type": "sums", "operators": ["greso"]}
+    serve(small_config(sources__train=greso)).close()
+    with pytest.raises(JournalError, match=r"sources\.train\.operators="):
+        serve(small_config())
+    serve(small_config(sources__train=greso)).close()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from astraflow.config.schema import RunConfig
-from astraflow.errors import AstraFlowError, ConfigError, SourceError
+from astraflow.errors import AstraFlowError, ConfigError, DataflowError, SourceError
 from astraflow.launch import checks
 from astraflow.launch.checks import BUILT_IN_MODELS, check_play, check_start, missing_packages, model_problems
 
@@ -42,6 +42,23 @@ def test_a_prompt_that_names_no_key_of_the_rows() -> None:
 def test_demonstrations_without_messages() -> None:
     wrong = config(policies={"actor": {"model": "tiny-char", "warm_start": {"source": "train"}}})
     with pytest.raises(SourceError, match=r"has no key 'messages'; policies.actor.warm_start learns from it"):
+        check_play(wrong)
+
+
+def test_an_operator_of_a_source_that_cannot_read_its_rows() -> None:
+    curriculum = {"type": "curriculum", "by": "levle", "levels": [1, 2]}
+    with pytest.raises(DataflowError, match=r"sources\.train row 0 levle=None belongs to no pool of 1, 2"):
+        check_play(config(sources={"train": {"type": "calculator", "operators": [curriculum]}}))
+
+
+def test_every_source_of_a_mix_is_checked() -> None:
+    sources = {"a": {"type": "calculator"}, "b": {"type": "sums"}}
+    wrong = config(
+        sources=sources,
+        mix={"ratios": {"a": 1, "b": 1}},
+        workflow={"type": "single_turn", "reward": "exact", "prompt": "{text}"},
+    )
+    with pytest.raises(SourceError, match=r"sources\.b row 0=.* has no key 'text'"):
         check_play(wrong)
 
 
