@@ -161,15 +161,16 @@ class Desk:
         node: str = "n",
         error: str | None = None,
         policies: Sequence[str] = (),
+        tokens: int = 3,
     ) -> dict[str, str]:
-        """Commit an episode for each lease, one row per policy."""
+        """Commit an episode for each lease, one row of `tokens` sampled tokens per policy."""
         self._num_puts += 1
         put = Put(1 + self._num_puts // 100, 64 * self._num_puts, 64)
         rewards = [reward(lease) for lease in leases] if callable(reward) else list(reward)
         episodes = []
         for i, (lease, value) in enumerate(zip(leases, rewards, strict=True)):
             parts = [
-                Part(name, put.key, [i], [version], version, 3, 0, value, (), 1)
+                Part(name, put.key, [i], [version], version, tokens, 0, value, (), 1)
                 for name in policies or self.config.policies
             ]
             parts = parts if error is None else []

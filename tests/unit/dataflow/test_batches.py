@@ -61,6 +61,7 @@ def test_a_waiting_group_that_grows_too_old_is_dropped_at_the_step_that_makes_it
     desk.take(0)
     entries = desk.machine.state.policies["actor"].batches[1].groups[0].entries
     accounts.admit(desk.machine.context, "train/9/9", "train")  # beyond the gate, as after a smaller max_staleness
+    desk.machine.state.sources["train"].position += 1
     for e in entries:
         desk.machine.state.put_refs[e.part.put] += 1
     desk.machine.queues.push("actor", QueuedGroup("train/9/9", 1.0, 0, entries))

@@ -179,8 +179,8 @@ class Happened(msgspec.Struct, frozen=True):
 class Event(msgspec.Struct, frozen=True):
     """Something people may want to see at once.
 
-    Kinds: step, eval, node_joined, node_died, node_left, trainer_resumed, trainer_silent, dropped, episodes_dropped, episode_error,
-    stage_worker_died, stage_refused, alarm.
+    Kinds: step, eval, node_joined, node_died, node_left, trainer_resumed, trainer_silent, dropped,
+    episodes_dropped, episode_error, stage_worker_died, stage_refused, alarm.
     """
 
     kind: str

@@ -175,8 +175,8 @@ class Queues:
         if replay.stores and groups[num_again:] != picked.fresh:
             batch.originals = picked.fresh
         policy.batches[step] = batch
+        policy.recent = pacing.remembered(policy, picked.num_fresh, num_again)
         policy.selected = []
-        policy.recent = [*policy.recent, (picked.num_fresh, num_again)][-pacing.RECENT_BATCHES :]
         policy.dropped_in_row = policy.failed_in_row = 0
         return True
 

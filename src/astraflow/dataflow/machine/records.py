@@ -149,7 +149,7 @@ class PolicyState(msgspec.Struct):
     queue_tokens: int = 0  # sampled ones, of the groups in `queue`
     rest: Rest | None = None  # of the group that the last batch cut; only with batch.episodes
     batches: dict[int, Batch] = {}  # step -> batch, in order of steps
-    recent: list[tuple[float, int]] = []  # last batches: fresh groups (a piece is a fraction), trained again
+    recent: list[tuple[float, int]] = []  # last batches: fresh groups (see `serving.pacing`), groups trained again
     stored: dict[str, StoredGroup] = {}  # group id -> trained group that may be trained again
     selected: list[str] = []  # of `stored`: what the next batch trains again
     num_replayed: int = 0  # groups trained again, each time; no part of the accounting law

@@ -7,9 +7,10 @@ and this group is in the next one: the trainer is then at most at v + S, hence s
 the order of their age. Groups that overtake break that argument, not the bound: the check at hand-out is hard.
 Example: G = 16, S = 0: 16 groups are admitted, nothing more until their step is acknowledged: synchronous training.
 
-Where a batch is not G fresh groups (`batch.tokens`, `batch.episodes`, replay), the mean m of fresh groups of the last
-batches takes the place of G: the argument holds as long as m moves slowly. While no batch is being trained F may
-always reach what the next batch lacks, so a mean that is too small delays nothing (`serving.pacing`).
+Where a batch is not G fresh groups (`batch.tokens`, `batch.episodes`, replay), the gate is F < f + S * m: f are the fresh
+groups of the batch that is being trained, or that the next one needs, and m is the mean of the last batches. The
+argument holds as long as m moves slowly, and f keeps a trainer from waiting for groups that are never admitted
+(`serving.pacing`).
 
 Never more groups are admitted than the remaining steps need, so nothing is played for nothing at the end.
 
@@ -67,6 +68,11 @@ class Admission:
         for name, chain in self._chains.items():
             self._context.state.sources[name].operators = chain.state_dicts()
 
+    def forget_states(self) -> None:
+        """Undo `keep_states`: operators hold them already, and there may be an entry per row."""
+        for source in self._context.state.sources.values():
+            source.operators = []
+
     def reopen(self) -> None:
         """The service started again: every source is asked afresh."""
         for source in self._context.state.sources.values():
@@ -98,19 +104,21 @@ class Admission:
         """Admit the next task; None: the gate is closed, or no source gave a task within the rows of this command."""
         if not self._gate_open:
             return None
-        sources, share = self._context.state.sources, self.shares()
-        able = self._able(share)
-        while able and self._budget > 0:
-            name = mix.pick(sources, share, able)
-            task = self._next_task(name)
-            if task is not None:
-                mix.pay(sources, share, able, name)
-                return self._admit(task)
-            if self._context.state.failure is not None:
+        state, share = self._context.state, self.shares()
+        while self._budget > 0:
+            able = self._able(share)
+            if not able:
+                self._check_anything_moves(share)
                 return None
-            able.remove(name)
-        if not self._able(share):
-            self._check_anything_moves(share)
+            while able and self._budget > 0:
+                name = mix.pick(state.sources, share, able)
+                task = self._next_task(name)
+                if task is not None:
+                    mix.pay(state.sources, share, able, name)
+                    return self._admit(task)
+                if state.failure is not None:
+                    return None
+                able.remove(name)
         return None
 
     def on_result(self, group: Group) -> None:

@@ -73,6 +73,16 @@ def fresh_groups(plan: PolicyPlan, policy: PolicyState) -> float:
     return plan.groups
 
 
+def remembered(policy: PolicyState, num_fresh: float, num_again: int) -> list[tuple[float, int]]:
+    """`PolicyState.recent` with one more batch.
+
+    Fresh groups that took the place of selected ones, because they would have grown stale, count as trained again: the
+    gate shall admit fewer of them, else they would take that place for ever.
+    """
+    gave_way = min(len(policy.selected) - num_again, num_fresh / 2)
+    return [*policy.recent, (num_fresh - gave_way, num_again)][-RECENT_BATCHES:]
+
+
 def expected_groups(plan: PolicyPlan, policy: PolicyState) -> int:
     """All groups of the next batch; an estimate where batches are not made of a number of groups."""
     if not plan.episodes and not plan.tokens:
@@ -89,34 +99,34 @@ def most_in_flight(plan: PolicyPlan) -> int:
 def limit(context: Context, name: str) -> int:
     """Groups of policy `name` that may be in flight now; the argument is in `dataflow.machine.admission`.
 
-    F < (S + 1) * m, where m is the mean number of fresh groups of the last batches. So that a run never waits for a
-    batch that m is too small for, F may always reach what the next batch lacks while no batch is being trained.
+    F < f + S * m: f fresh groups of the batch that is being trained, or else that the next one needs, and m, the mean
+    of the last batches, for each of the S steps after it. f is never too small for the batch that a trainer waits for.
     """
     plan, policy = context.plan.policies[name], context.state.policies[name]
     steps_left = context.plan.steps - policy.latest
     if steps_left <= 0:
         return 0
     mean = fresh_groups(plan, policy)
-    ahead = math.ceil(min(plan.max_staleness + 1, steps_left) * mean - 1e-9)
-    if policy.latest + 1 not in policy.batches:
-        ahead = max(ahead, _needed(context, name, mean))
-    return min(ahead, most_in_flight(plan))
+    batch = policy.batches.get(policy.latest + 1)
+    first = _needed(context, name, mean) if batch is None else len(batch.groups) - batch.num_replayed
+    ahead = first + min(plan.max_staleness, steps_left - 1) * mean
+    return min(math.ceil(ahead - 1e-9), most_in_flight(plan))
 
 
-def _needed(context: Context, name: str, mean: float) -> int:
-    """Fresh groups that make the next batch full, as far as one can say: what waits, and what that lacks."""
+def _needed(context: Context, name: str, mean: float) -> float:
+    """Fresh groups of the next batch, as far as one can say: what waits, and what that lacks."""
     plan, policy = context.plan.policies[name], context.state.policies[name]
     have, waiting = next_size(context, name), context.waiting[name].size
-    if full(plan, have):
-        return 0
     num_waiting = waiting.groups + (policy.rest is not None)
+    lacking = plan.groups - have.groups
+    if not plan.episodes and not plan.tokens:
+        return num_waiting + lacking
+    if full(plan, have):
+        return mean
     if plan.episodes:
         return num_waiting + math.ceil((plan.episodes - have.episodes) / plan.group_size)
-    lacking = plan.groups - have.groups
-    if plan.tokens:
-        each = waiting.tokens / waiting.groups if waiting.tokens else plan.tokens / mean
-        lacking = min(lacking, math.ceil((plan.tokens - have.tokens) / each))
-    return num_waiting + lacking
+    each = waiting.tokens / waiting.groups if waiting.tokens else plan.tokens / mean
+    return num_waiting + min(lacking, math.ceil((plan.tokens - have.tokens) / each))
 
 
 def _over(plan: PolicyPlan, size: Size) -> bool:
