@@ -28,6 +28,7 @@ class TokenRows:
     advantages: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int32, -1 where not sampled
     weights: np.ndarray  # [R] float32 >= 0; a row of weight 0 is not trained
+    places: np.ndarray | None = None  # [T] int64 into the flat columns of the table; None: in their order
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def rows_from_table(table: pa.Table) -> TokenRows:
     """
     lengths = list_lengths(table.column("token_ids")).astype(np.int64)
     rows = TokenRows(
-        starts=_offsets(lengths),
+        starts=offsets(lengths),
         token_ids=flat_values(table.column("token_ids")),
         trained=flat_values(table.column("loss_mask")),
         behavior_logprobs=flat_values(table.column("behavior_logprobs")),
@@ -86,7 +87,7 @@ def rows_to_score(table: pa.Table) -> TokenRows:
     lengths = list_lengths(table.column("token_ids")).astype(np.int64)
     size = int(lengths.sum())
     rows = TokenRows(
-        starts=_offsets(lengths),
+        starts=offsets(lengths),
         token_ids=flat_values(table.column("token_ids")),
         trained=flat_values(table.column("loss_mask")),
         behavior_logprobs=np.zeros(size, dtype=np.float32),
@@ -100,7 +101,7 @@ def rows_to_score(table: pa.Table) -> TokenRows:
 
 def rows_from_lists(examples: list[tuple[np.ndarray, np.ndarray]]) -> TokenRows:
     """Rows of (token_ids, trained) pairs without reinforcement columns: logprobs 0, advantages 1, weights 1."""
-    starts = _offsets(np.array([len(ids) for ids, _ in examples], dtype=np.int64))
+    starts = offsets(np.array([len(ids) for ids, _ in examples], dtype=np.int64))
     size = int(starts[-1])
     return TokenRows(
         starts=starts,
@@ -133,14 +134,14 @@ def pack_rows(rows: TokenRows, tokens_per_microbatch: int, select: np.ndarray | 
     kept = np.flatnonzero(counts)
     last = where[np.cumsum(counts[kept]) - 1]
     inputs = last - rows.starts[kept]  # inputs of a sequence: everything before its last target
-    first = where[_offsets(counts[kept])[:-1]]
+    first = where[offsets(counts[kept])[:-1]]
     if (first == rows.starts[kept]).any():
         row = int(kept[np.argmax(first == rows.starts[kept])])
         raise TrainingError(
             f"batch.rows[{row}].loss_mask[0]", True, "marks a token that has no context", "sample after a prompt"
         )
-    order, bounds = _first_fit(inputs, tokens_per_microbatch)
-    first_target = _offsets(counts)[kept[order]]
+    order, bounds = first_fit(inputs, tokens_per_microbatch)
+    first_target = offsets(counts)[kept[order]]
     kept, inputs, counts = kept[order], inputs[order], counts[kept[order]]
     return [_one_pack(rows, where, kept[a:b], inputs[a:b], counts[a:b], first_target[a:b]) for a, b in pairwise(bounds)]
 
@@ -149,10 +150,10 @@ def _one_pack(
     rows: TokenRows, where: np.ndarray, kept: np.ndarray, inputs: np.ndarray, counts: np.ndarray, first: np.ndarray
 ) -> Pack:
     """Lay out the sequences `kept` ([S] rows; `inputs`, `counts` tokens of each; `first` target in `where`)."""
-    cu_lengths = _offsets(inputs)
-    position_ids = _ramps(inputs)
+    cu_lengths = offsets(inputs)
+    position_ids = ramps(inputs)
     source = np.repeat(rows.starts[kept], inputs) + position_ids
-    targets = where[np.repeat(first, counts) + _ramps(counts)]
+    targets = where[np.repeat(first, counts) + ramps(counts)]
     sequence = np.repeat(np.arange(len(kept)), counts)
     return Pack(
         token_ids=rows.token_ids[source].astype(np.int64),
@@ -169,7 +170,7 @@ def _one_pack(
     )
 
 
-def _first_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, list[int]]:
+def first_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, list[int]]:
     """First fit decreasing: the order of the sequences, bin by bin, and where each bin starts (and the last ends)."""
     decreasing = np.argsort(-lengths, kind="stable")
     smallest = int(lengths.min())
@@ -215,17 +216,18 @@ def _expand_forks(table: pa.Table, rows: TokenRows, parents: np.ndarray) -> Toke
         num_segments.append(len(path))
     start, stop = np.array(segments, dtype=np.int64).T
     sizes = stop - start
-    source = np.repeat(start, sizes) + _ramps(sizes)
+    source = np.repeat(start, sizes) + ramps(sizes)
     own = np.zeros(len(sizes), dtype=bool)
     own[np.cumsum(num_segments) - 1] = True
     return TokenRows(
-        starts=_offsets(sizes)[_offsets(np.array(num_segments))],
+        starts=offsets(sizes)[offsets(np.array(num_segments))],
         token_ids=rows.token_ids[source],
         trained=rows.trained[source] & np.repeat(own, sizes),
         behavior_logprobs=rows.behavior_logprobs[source],
         advantages=rows.advantages[source],
         versions=rows.versions[source],
         weights=rows.weights,
+        places=source,
     )
 
 
@@ -259,15 +261,15 @@ def _path(row: int, starts: np.ndarray, parent_of: list[int], forks_at: list[int
     return path
 
 
-def _offsets(lengths: np.ndarray) -> np.ndarray:
+def offsets(lengths: np.ndarray) -> np.ndarray:
     """[0, l0, l0 + l1, ...] of lengths [n]: [n + 1] int64."""
     out = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=out[1:])
     return out
 
 
-def _ramps(lengths: np.ndarray) -> np.ndarray:
+def ramps(lengths: np.ndarray) -> np.ndarray:
     """0..l0-1, 0..l1-1, ... of lengths [n]: [sum] int64."""
-    starts = _offsets(lengths)
-    ramps: np.ndarray = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-    return ramps
+    starts = offsets(lengths)
+    values: np.ndarray = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    return values

@@ -25,6 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -38,7 +39,7 @@ from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import ConfigError, TrainingError, Unreachable, WireError
 from astraflow.training.feed.publisher import Publisher
 from astraflow.types import BatchHeader
-from astraflow.wire.messages import Resume, ResumeReply
+from astraflow.wire.messages import Resume
 
 DATAFLOW_GONE_S = 120.0
 FIRST_ANSWER_S = 30.0
@@ -57,8 +58,18 @@ class Interrupted(Exception):
     """The trainer was told to end while it waited."""
 
 
+@dataclass(frozen=True)
+class Share:
+    """One of several data-parallel ranks. Rank 0 alone publishes, resumes, acknowledges and beats; then it tells the
+    others its `trainer_id`, by any means, and they give it here."""
+
+    rank: int = 0  # 0 <= rank < ranks
+    ranks: int = 1
+    trainer_id: str = ""  # of rank 0; empty: make one
+
+
 class TrainerSession:
-    """The trainer of one policy, as the dataflow service sees it. Use it as a context manager, from one thread."""
+    """The trainer of one policy, as the dataflow service sees it. Use it as a context manager."""
 
     def __init__(
         self,
@@ -68,25 +79,31 @@ class TrainerSession:
         weights: Path | None = None,
         token: str | None = None,
         stop: threading.Event | None = None,
+        share: Share = Share(),  # frozen
     ) -> None:
         """Ask the service at URL `dataflow` which run it serves.
 
         Args: weights: directory for published versions, which a process of its own serves to nodes; None: you publish
         yourself, and give the URLs of your stores to `resume`. token: of the run; None: ASTRAFLOW_TOKEN. stop: once
-        set, `next_batch` gives None and waits end with Interrupted.
+        set, `next_batch` gives None and waits end with Interrupted. share: which of several ranks this is.
         Raises: ConfigError: no such policy. Unreachable: no answer within FIRST_ANSWER_S. Interrupted.
         """
         self._url, self._policy, self._token = dataflow, policy, token_from_env() if token is None else token
         self._stop = stop or threading.Event()
         self._client = DataflowClient(dataflow, self._token, give_up_s=RETRY_S)
-        self.trainer_id = f"{policy}-{uuid.uuid4().hex[:12]}"
+        if not 0 <= share.rank < share.ranks or (share.rank and not share.trainer_id):
+            raise TrainingError(
+                "session.share", share, "must have 0 <= rank < ranks, and the trainer_id of rank 0", "ask rank 0 for it"
+            )
+        self._share = share
+        self.trainer_id = share.trainer_id or f"{policy}-{uuid.uuid4().hex[:12]}"
         self.run = self.patient(self._client.run, FIRST_ANSWER_S)
         self.config = config_from_json(msgspec.json.encode(self.run.config))
         if policy not in self.config.policies:
             known = ", ".join(self.config.policies)
             raise ConfigError(self.run.run, [f"policy={policy!r} is not in the run; use one of {known}"])
         self._publisher = None
-        if weights is not None:
+        if weights is not None and self._leads:
             self._publisher = Publisher(weights, policy, self.config.weights, dataflow, self._token)
         self.version = -1  # newest that was acknowledged, or resumed at; -1: not resumed yet
         self.stats: dict[str, float] = {}  # sent with each heartbeat: gauges and monotonic counters of yours
@@ -103,37 +120,44 @@ class TrainerSession:
         for nodes that do not have the model.
         Raises: TrainingError: the session has no `weights`. WeightError: a full disk, a dtype that cannot be stored.
         """
+        if not self._leads:
+            return
         if self._publisher is None:
             raise TrainingError("session.weights", None, "must be a directory", "give it, or publish yourself")
         self._publisher.publish(version, tensors, files)
 
-    def resume(self, version: int = 0, urls: tuple[str, ...] = ()) -> ResumeReply:
+    def resume(self, version: int = 0, urls: tuple[str, ...] = ()) -> None:
         """Become the trainer of the policy, at `version`: 0, or that of the checkpoint that was loaded.
 
         Batches after `version` that were trained before come again. An older trainer of the policy is replaced.
         Args: urls: your own weight stores that hold `version`; empty: what `publish` filled.
         Raises: WireError: refused: the version does not fit the run (409).
         """
+        self.version, self._held = version, None
+        if not self._leads:
+            return
         urls = urls or (self._publisher.urls if self._publisher is not None else ())
         resume = Resume(trainer_id=self.trainer_id, version=version, run_id=self.run.run_id, urls=urls)
         reply = self.patient(lambda: self._client.resume(self._policy, resume))
-        self.version, self._held = version, None
         self._start_beating()
         log.info("trains from version %d; %d batches come again", version, reply.replayed_batches)
-        return reply
 
     def next_batch(self) -> tuple[BatchHeader, pa.Table] | None:
-        """The batch of step `version + 1` (columns: `wire.codec.TRAINING_SCHEMA`); None: the run is over, or `stop`.
+        """The batch of step `version + 1` (columns: `wire.codec.TRAINING_SCHEMA`, then those of stages), or this rank's
+        share of it; None: the run is over, or `stop`.
 
         Asked again before it is acknowledged, it gives the same batch.
         Raises: WireError: refused, as when a newer trainer took over (409).
         """
         begin = told = time.monotonic()
-        while not self._stop.is_set():
+        rank, ranks = self._share.rank, self._share.ranks
+        while not (self._stop.is_set() or self._ended.is_set()):
             self.check()
             try:
                 batch = self.patient(
-                    lambda: self._client.batch(self._policy, self.trainer_id, self.version, wait_s=POLL_S)
+                    lambda: self._client.batch(
+                        self._policy, self.trainer_id, self.version, wait_s=POLL_S, rank=rank, ranks=ranks
+                    )
                 )
             except WireError as error:
                 if is_over(error):
@@ -169,11 +193,14 @@ class TrainerSession:
                 f"{self._policy} version", header.step, "is not published", "publish it before you acknowledge its step"
             )
         finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}  # JSON: no NaN
-        self.patient(lambda: self._client.ack(header, self.trainer_id, finite))
+        if self._leads:
+            self.patient(lambda: self._client.ack(header, self.trainer_id, finite))
         self.version, self._held = header.step, None
 
     def checkpoint(self) -> None:
         """A checkpoint of `version` is on disk: batches up to it will never be asked for again."""
+        if not self._leads:
+            return
         try:
             self.patient(lambda: self._client.checkpoint(self._policy, self.trainer_id, self.version))
         except Interrupted:  # the next checkpoint covers the same batches
@@ -236,6 +263,10 @@ class TrainerSession:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def _leads(self) -> bool:
+        return self._share.rank == 0
 
     def _start_beating(self) -> None:
         if self._beats is None:

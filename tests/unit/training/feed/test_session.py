@@ -1,0 +1,222 @@
+"""A trainer that is not ours, against a real service."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from astraflow.dataflow.client import DataflowClient
+from astraflow.errors import ConfigError, TrainingError, WireError
+from astraflow.testing.dataflow import policy_section, small_config, sources
+from astraflow.testing.services import DataflowThread, PlayingNode
+from astraflow.training.feed import session as session_module
+from astraflow.training.feed.dataset import PolicyBatches
+from astraflow.training.feed.session import Share, TrainerSession
+from astraflow.types import WeightVersion
+from astraflow.weights.client import WeightClient
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(session_module, "POLL_S", 0.2)
+
+
+@pytest.fixture
+def config():
+    return small_config(run__steps=4, dataflow={"heartbeat_s": 0.05}, policies__actor=policy_section(2, 1))
+
+
+@pytest.fixture
+def service(config, tmp_path):
+    with DataflowThread(config, tmp_path, sources=sources()) as service:
+        yield service
+
+
+def weights(version):
+    return {"w": torch.full((2,), float(version))}
+
+
+def test_a_whole_run_through_the_loader(service, tmp_path):
+    seen = []
+    with PlayingNode(service.url), TrainerSession(service.url, "actor", weights=tmp_path / "weights") as session:
+        session.publish(0, weights(0))
+        session.resume(0)
+        batches = PolicyBatches(session, layout="padded", tokens_per_microbatch=64)
+        for batch in DataLoader(batches, batch_size=None, num_workers=0):
+            assert sum(int(m.loss_mask.sum()) for m in batch.microbatches) == batch.num_tokens
+            assert batch.table.num_rows == batch.num_sequences == 4
+            session.publish(batch.step, weights(batch.step))
+            batches.done(batch, {"loss": 0.5, "bad": float("nan")})
+            session.checkpoint()
+            seen.append(batch.step)
+        session.wait_until_finished()
+        versions = service.call(lambda: service.shell.machine.leases.versions())
+        fetched = WeightClient().fetch(WeightVersion("actor", 4, versions["actor"].urls))
+        over_http = WeightClient().fetch(WeightVersion("actor", 4, versions["actor"].urls[1:]))
+    assert seen == [1, 2, 3, 4]
+    assert fetched.tensors["w"].tolist() == over_http.tensors["w"].tolist() == [4.0, 4.0]
+    assert service.call(lambda: service.shell.machine.state.policies["actor"].covered) == 4
+
+
+def test_the_next_batch_is_pulled_while_the_trainer_does_something_else(service, monkeypatch):
+    with PlayingNode(service.url), TrainerSession(service.url, "actor") as session:
+        session.resume(0, ("file:///w",))
+        batches = PolicyBatches(session)
+        steps = iter(batches)
+        first = next(steps)
+        arrived = threading.Event()
+        original = session.next_batch
+
+        def next_batch():
+            batch = original()
+            arrived.set()
+            return batch
+
+        monkeypatch.setattr(session, "next_batch", next_batch)
+        assert not arrived.wait(0.2), "nothing is asked for before the step is done"
+        batches.done(first)
+        assert arrived.wait(10), "pulled without being asked"
+        assert next(steps).step == 2
+
+
+def test_a_batch_comes_again_until_it_is_done_and_another_cannot_be_had(service):
+    with PlayingNode(service.url), TrainerSession(service.url, "actor") as session:
+        session.resume(0, ("file:///w",))
+        batches = PolicyBatches(session)
+        steps = iter(batches)
+        first = next(steps)
+        with pytest.raises(TrainingError, match=r"batch=actor/1 is not done"):
+            next(steps)
+        again = next(iter(batches))
+        assert again.table.column("episode_id").equals(first.table.column("episode_id"))
+        batches.done(again)
+        with pytest.raises(TrainingError, match="is not the one that was taken"):
+            batches.done(first)
+
+
+def test_a_session_that_resumes_at_a_version_gets_what_followed(service):
+    taken = {}
+    with PlayingNode(service.url):
+        with TrainerSession(service.url, "actor") as session:
+            session.resume(0, ("file:///w",))
+            for header, table in session.batches():
+                taken[header.step] = table.column("episode_id").to_pylist()
+                session.acknowledge(header)
+                if header.step == 1:
+                    session.checkpoint()
+                if header.step == 3:
+                    break
+        with TrainerSession(service.url, "actor") as session:
+            session.resume(1, ("file:///w",))
+            for header, table in session.batches():
+                assert header.replay == (header.step <= 3)
+                assert taken.setdefault(header.step, table.column("episode_id").to_pylist()) == (
+                    table.column("episode_id").to_pylist()
+                )
+                session.acknowledge(header)
+            assert session.version == 4
+            with pytest.raises(WireError, match="older than checkpoint"):
+                session.resume(0, ("file:///w",))
+
+
+def test_a_step_is_not_acknowledged_before_its_version_is_published(service, tmp_path):
+    with PlayingNode(service.url), TrainerSession(service.url, "actor", weights=tmp_path / "weights") as session:
+        session.publish(0, weights(0))
+        session.resume()
+        header, _ = session.next_batch()
+        with pytest.raises(TrainingError, match="actor version=1 is not published"):
+            session.acknowledge(header)
+
+
+def test_ranks_share_a_batch_and_follow_rank_0(service):
+    with PlayingNode(service.url), TrainerSession(service.url, "actor", share=Share(0, 2)) as leader:
+        leader.resume(0, ("file:///w",))
+        with TrainerSession(service.url, "actor", share=Share(1, 2, leader.trainer_id)) as follower:
+            follower.resume(0)
+            for _ in range(2):
+                tables = []
+                for session in (leader, follower):
+                    header, table = session.next_batch()
+                    assert (header.rank, header.ranks) == (0 if session is leader else 1, 2)
+                    tables.append(table)
+                assert sum(t.num_rows for t in tables) == header.num_rows == 4
+                follower.acknowledge(header)
+                leader.acknowledge(leader._held)
+        with pytest.raises(TrainingError, match="trainer_id of rank 0"):
+            TrainerSession(service.url, "actor", share=Share(1, 2))
+
+
+def test_a_restart_of_the_service_is_ridden_out(service):
+    steps = []
+    with PlayingNode(service.url), TrainerSession(service.url, "actor") as session:
+        session.resume(0, ("file:///w",))
+        for header, _ in session.batches():
+            if header.step == 2:
+                service.restart(pause_s=0.3)
+            session.acknowledge(header)
+            steps.append(header.step)
+    assert steps == [1, 2, 3, 4]
+
+
+def test_a_trainer_that_was_replaced_is_told(service):
+    with PlayingNode(service.url), TrainerSession(service.url, "actor") as session:
+        session.resume(0, ("file:///w",))
+        session.next_batch()
+        with TrainerSession(service.url, "actor") as newer:
+            newer.resume(0, ("file:///w",))
+            with pytest.raises(WireError, match="was replaced by") as caught:
+                for _ in range(100):
+                    session.next_batch()
+        assert caught.value.status == 409
+
+
+def test_stop_ends_a_wait_for_a_batch(service):
+    stop = threading.Event()
+    with TrainerSession(service.url, "actor", stop=stop) as session:
+        session.resume(0, ("file:///w",))
+        threading.Timer(0.1, stop.set).start()
+        assert session.next_batch() is None, "no node plays: it would wait for ever"
+
+
+def test_closing_ends_a_pull_in_the_background(service):
+    with TrainerSession(service.url, "actor") as session:
+        session.resume(0, ("file:///w",))
+        batches = PolicyBatches(session)
+        batches._pull()
+    found = batches._pulled.get(timeout=10)
+    assert found is None or isinstance(found, WireError)
+
+
+def test_workers_and_unknown_policies_are_refused_by_name(service):
+    with pytest.raises(ConfigError, match=r"policy='critic'.*actor"):
+        TrainerSession(service.url, "critic")
+    with TrainerSession(service.url, "actor") as session, pytest.raises(TrainingError, match=r"session\.weights"):
+        session.publish(0, weights(0))
+
+
+def test_heartbeats_go_out_while_the_trainer_computes(service):
+    with TrainerSession(service.url, "actor") as session:
+        session.resume(0, ("file:///w",))
+        session.stats["step"] = 7.0
+        heard = lambda: service.call(lambda: service.shell.machine.live.trainers["actor"].stats)  # noqa: E731
+        tick, waited = threading.Event(), 0.0
+        while heard() != {"step": 7.0} and waited < 5:
+            tick.wait(0.02)
+            waited += 0.02
+        assert heard() == {"step": 7.0}
+
+
+def test_the_session_loads_no_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, astraflow.training.feed.session; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_client_without_a_run_says_so():
+    with pytest.raises(WireError, match="must start with http"):
+        DataflowClient("localhost:1")
