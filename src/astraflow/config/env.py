@@ -5,6 +5,7 @@
 | ASTRAFLOW_TOKEN   | bearer token of every service of a run; needed as soon as one is not loopback |
 | ASTRAFLOW_CACHE   | where converted models are kept (default: the user's cache directory)         |
 | ASTRAFLOW_SHARED_MEMORY | "0": bulk bodies go over TCP even on one host                           |
+| named by `key_env` of a stage | the key of the service that the stage asks                       |
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ TOKEN_VARIABLE = "ASTRAFLOW_TOKEN"
 def token_from_env() -> str | None:
     """The bearer token, or None."""
     return os.environ.get(TOKEN_VARIABLE) or None
+
+
+def secret_from_env(name: str) -> str | None:
+    """The secret in the variable that a run file names, or None."""
+    return os.environ.get(name) or None
 
 
 def cache_dir() -> Path:

@@ -60,7 +60,10 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "reinforce_pp": "astraflow.dataflow.operators.credit.reinforce_pp:ReinforcePp",
         "per_call": "astraflow.dataflow.operators.credit.per_call:PerCall",
     },
-    "stages": {},
+    "stages": {
+        "ref_logprobs": "astraflow.stages.ref_logprobs:RefLogprobs",
+        "reward_model": "astraflow.stages.reward_model:RewardModel",
+    },
     "losses": {
         "ppo_clip": "astraflow.algorithms.losses:PpoClip",
         "m2po": "astraflow.algorithms.losses:M2po",

@@ -7,13 +7,14 @@ from typing import Literal
 
 from astraflow.config.schema import RunConfig
 
-Role = Literal["dataflow", "trainer", "node"]
+Role = Literal["dataflow", "trainer", "node", "stage"]
 DATAFLOW = "dataflow"
+TORCH_FREE_STAGES = ("reward_model",)
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process that the launcher keeps alive. `subject` is the policy of a trainer or the name of a node."""
+    """One process that the launcher keeps alive. `subject`: the policy of a trainer, the name of a node, the stage."""
 
     name: str  # also the name of its log file
     role: Role
@@ -24,7 +25,7 @@ class ProcessSpec:
 
 
 def plan_processes(config: RunConfig, cores: int) -> list[ProcessSpec]:
-    """The dataflow service, one trainer for each policy, and the nodes of `[[rollout.nodes]]`."""
+    """The dataflow service, a trainer for each policy, the nodes of `[[rollout.nodes]]`, the workers of stages."""
     threads = automatic_threads(config, cores)
     trainers = [
         ProcessSpec(f"trainer-{name}", "trainer", name, policy.trainer.threads or threads)
@@ -36,10 +37,16 @@ def plan_processes(config: RunConfig, cores: int) -> list[ProcessSpec]:
         )
         for node in config.rollout.nodes
     ]
-    return [ProcessSpec(DATAFLOW, "dataflow"), *trainers, *nodes]
+    stages = [
+        ProcessSpec(f"stage-{name}-{i}", "stage", name, threads)
+        for name, stage in config.stages.items()
+        for i in range(stage.workers)
+    ]
+    return [ProcessSpec(DATAFLOW, "dataflow"), *trainers, *nodes, *stages]
 
 
 def automatic_threads(config: RunConfig, cores: int) -> int:
     """Cores divided by torch processes, at least 1: intra-op threads that have no core of their own spin and stall."""
     num_torch = len(config.policies) + len(config.rollout.nodes)
+    num_torch += sum(stage.workers for stage in config.stages.values() if stage.type not in TORCH_FREE_STAGES)
     return max(1, cores // max(1, num_torch))

@@ -149,7 +149,7 @@ class Supervision:
                 self._on_exit(event, now)
             case Finished() if self.phase in ("starting", "running"):
                 self.phase, self.finished, self._finished_at = "finishing", True, now
-                self._call_off(lambda slot: slot.spec.role == "node" or slot.attempts == 0 or slot.last_code == 0)
+                self._call_off(lambda slot: _leaves(slot) or slot.attempts == 0 or slot.last_code == 0)
             case Failed() if self.failure is None:
                 self.failure = event.reason
                 self._stop()
@@ -199,7 +199,7 @@ class Supervision:
             return False
         if slot.spec.role == "trainer":
             return slot.last_code == 0
-        return slot.spec.role == "node" or all(worker.state == "left" for worker in self._workers())
+        return _leaves(slot) or all(worker.state == "left" for worker in self._workers())
 
     def _start_again(self, slot: _Slot, when: float) -> None:
         self.num_restarts += 1
@@ -277,6 +277,11 @@ class Supervision:
     def _kill(self, slot: _Slot) -> Signal:
         slot.kill_sent = True
         return Signal(slot.spec.name, kill=True)
+
+
+def _leaves(slot: _Slot) -> bool:
+    """It leaves by itself when the run is over, and has nothing left to write."""
+    return slot.spec.role in ("node", "stage")
 
 
 def cause(code: int) -> str:

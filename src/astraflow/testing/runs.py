@@ -21,7 +21,7 @@ from typing import Any, Literal
 from astraflow.config.env import child_environment
 from astraflow.errors import LaunchError
 
-Role = Literal["dataflow", "trainer", "node"]
+Role = Literal["dataflow", "trainer", "node", "stage"]
 _TICK_S = 0.05
 
 

@@ -77,7 +77,9 @@ class Learner:
             self.section.trainer.audit_trajectories, self.section.batch.max_staleness + 2,
             self.section.sampling.temperature, self.section.trainer.max_logprob_gap, config.run.seed,
         )  # fmt: skip
-        self.store = FileStore(run_dir / "weights", policy, keep=config.weights.keep, durable=False)
+        # A warm start makes version 0 here and nowhere else: it is what stages take as the reference model.
+        pinned = (0,) if self.section.warm_start is not None else ()
+        self.store = FileStore(run_dir / "weights", policy, keep=config.weights.keep, durable=False, pinned=pinned)
         self._publisher = ThreadPoolExecutor(1, f"publish-{policy}")
         if resumed is None:
             self._start_fresh()

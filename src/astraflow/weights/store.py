@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -49,14 +49,17 @@ class FileStore:
     Args: keep: newest versions that stay; older ones go at the next publish unless somebody reads them. 0: all stay.
     durable: wait for the disk before a version becomes visible. Without it a power cut (never a killed process) can
     leave a torn newest version, which readers refuse by checksum and the next publish of that version replaces.
+    pinned: versions that stay as long as the store.
     """
 
-    def __init__(self, root: Path, policy: str, *, keep: int = 0, durable: bool = True) -> None:
+    def __init__(
+        self, root: Path, policy: str, *, keep: int = 0, durable: bool = True, pinned: Collection[int] = ()
+    ) -> None:
         if not is_policy_name(policy):
             raise WeightError(
                 "policy", policy, "is not a policy name", "use letters, digits, '_', '.', '-', a letter first"
             )
-        self.policy, self.keep, self.durable = policy, keep, durable
+        self.policy, self.keep, self.durable, self._pinned = policy, keep, durable, frozenset(pinned)
         self.directory = Path(root).absolute() / policy
         self.num_kept_existing = 0  # publishes that found other content under their version and kept it
         self._thread_lock = threading.Lock()
@@ -224,7 +227,7 @@ class FileStore:
         gone: list[Path] = []
         with contextlib.suppress(BlockingIOError), retiring(self.directory) as read_now:
             for version in versions[: -self.keep]:
-                if version not in read_now:
+                if version not in read_now and version not in self._pinned:
                     gone.append(self._temporary(version))
                     os.rename(self.directory / str(version), gone[-1])
         for directory in gone:

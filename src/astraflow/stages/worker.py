@@ -1,0 +1,244 @@
+"""The worker of a stage: lease rows, let the stage add its columns, hand them in, again.
+
+```
+ lease (long poll) ─► stage.run(rows) ─► columns ─► lease ...                          ─► leave: the run is over
+                        │ raises: entry by entry; those that fail are reported and offered again
+ signs of life go out in the background while the stage works
+```
+
+A service that restarts, or whose disk is full, is waited for: every request is idempotent. SIGTERM: rows that are held
+are given back. `kill -9`: they are offered again after `stages.*.lease_s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import TypeVar
+
+import msgspec
+import pyarrow as pa
+
+from astraflow.config.load import config_from_json
+from astraflow.config.stages import TASK_COLUMN
+from astraflow.contracts import Stage
+from astraflow.dataflow.client import DataflowClient
+from astraflow.errors import Unreachable, WireError
+from astraflow.observe.memory import settle_memory
+from astraflow.stages.context import StageRun, build_stage
+from astraflow.wire import messages as m
+
+DATAFLOW_GONE_S = 120.0
+FIRST_ANSWER_S = 30.0
+POLL_S = 2.0
+TELL_EVERY_S = 10.0
+RETRY_S = 2.0  # one try of an unreachable service, after which the wait is logged and a stop signal is seen
+NO_ROOM = 507  # HTTP: the disk of the service is full
+
+T = TypeVar("T")
+Entries = Sequence[m.StageLease]
+log = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """A stop signal came while the service did not answer."""
+
+
+def run_stage(dataflow: str, name: str, *, threads: int = 0, token: str | None = None) -> None:
+    """Work for stage `name` of the run served at `dataflow`, until the run is over or SIGTERM comes.
+
+    Raises: AstraFlowError: no such stage, options that it refuses, a service that does not answer or refuses us.
+    """
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(_stop_signals())
+        client = DataflowClient(dataflow, token, give_up_s=RETRY_S)
+        stack.callback(client.close)
+        reach = Reach(stop)
+        try:
+            reply = reach.ask(client.run, FIRST_ANSWER_S)
+            config = config_from_json(msgspec.json.encode(reply.config))
+            run = StageRun(config, name, threads=threads, token=token, stop=stop)
+            stack.callback(run.close)
+            stage = build_stage(run)
+            stack.callback(stage.close)
+            settle_memory()
+            if not reply.finished:
+                Worker(client, run, stage, reach).work(DataflowClient(dataflow, token, give_up_s=RETRY_S))
+        except Stopped:
+            return
+
+
+class Worker:
+    """One worker of one stage."""
+
+    def __init__(self, client: DataflowClient, run: StageRun, stage: Stage, reach: Reach) -> None:
+        self._client, self._run, self._stage, self._reach = client, run, stage, reach
+        self._name, self._rows = run.name, run.config.stages[run.name].rows
+        self._id = f"{run.name}-{uuid.uuid4().hex[:12]}"
+        self._stats = {"rows": 0.0, "failed": 0.0, "refused": 0.0, "busy_s": 0.0, "wait_s": 0.0}
+        self._lease_s = run.config.stages[run.name].lease_s
+
+    def work(self, pulse: DataflowClient) -> None:
+        """Until the run is over or the stop signal comes. `pulse`: a client of its own for signs of life."""
+        with self._signs_of_life(pulse):
+            try:
+                while not self._run.stop.is_set():
+                    begin = time.monotonic()
+                    header, rows = self._lease()
+                    self._stats["wait_s"] += time.monotonic() - begin
+                    self._run.hear(header.versions)
+                    if header.leases:
+                        self._serve(header, rows)
+                    elif header.finished:
+                        log.info("the run is over")
+                        return
+            finally:
+                with contextlib.suppress(WireError):  # they are offered again after lease_s anyway
+                    self._client.stage_leave(self._name, self._id)
+
+    def _lease(self) -> tuple[m.StageRows, pa.Table]:
+        request_id = uuid.uuid4().hex  # a request whose answer is lost is asked again, and gets the same rows
+        return self._reach.ask(
+            lambda: self._client.stage_lease(
+                self._name, self._id, self._rows, wait_s=POLL_S, request_id=request_id, stats=self._all_stats()
+            )
+        )
+
+    def _serve(self, header: m.StageRows, rows: pa.Table) -> None:
+        begin = time.monotonic()
+        rows = _with_tasks(header.leases, rows) if TASK_COLUMN in self._stage.needs else rows
+        good, columns, failed = self._columns(header.leases, rows)
+        self._stats["busy_s"] += time.monotonic() - begin
+        self._stats["rows"] += columns.num_rows if columns is not None else 0
+        self._stats["failed"] += len(failed)
+        if self._run.stop.is_set():
+            return  # what it made after a stop may be cut short
+        names = {lease.entry_id for lease in good}
+        answer = m.ColumnsHeader(
+            worker_id=self._id,
+            request_id=uuid.uuid4().hex,
+            leases=[(lease.entry_id, lease.attempt) for lease in good],
+            row_ids=[row_id for row_id in header.row_ids if row_id.rpartition(":")[0] in names],
+            failed=[(lease.entry_id, lease.attempt, text) for lease, text in failed],
+        )
+        self._hand_in(answer, columns if columns is not None else self._no_columns())
+
+    def _columns(
+        self, leases: Entries, rows: pa.Table
+    ) -> tuple[list[m.StageLease], pa.Table | None, list[tuple[m.StageLease, str]]]:
+        """Entries that worked with their columns, and those that did not with the reason."""
+        try:
+            return list(leases), self._stage.run(rows), []
+        except Exception as error:
+            log.warning("stage %s failed on %d rows: %s", self._name, rows.num_rows, error, exc_info=len(leases) == 1)
+            if len(leases) == 1:
+                return [], None, [(leases[0], f"{type(error).__name__}: {error}")]
+        good, tables, failed, start = [], [], [], 0
+        for lease in leases:  # one of them is the cause; the others need not suffer for it
+            ok, columns, bad = self._columns([lease], rows.slice(start, lease.num_rows))
+            start += lease.num_rows
+            good += ok
+            failed += bad
+            tables += [columns] if columns is not None else []
+        return good, pa.concat_tables(tables).combine_chunks() if tables else None, failed
+
+    def _hand_in(self, header: m.ColumnsHeader, columns: pa.Table) -> None:
+        try:
+            results = self._reach.ask(lambda: self._client.stage_columns(self._name, header, columns))
+        except WireError as error:
+            if error.status != 422:
+                raise
+            self._stats["refused"] += len(header.leases)
+            log.error("stage %s: %s", self._name, error)
+            return
+        refused = {entry_id: text for entry_id, text in results.items() if text != "accepted"}
+        self._stats["refused"] += len(refused)
+        for text in list(refused.values())[:3]:
+            log.warning("stage %s: %s", self._name, text)
+
+    def _no_columns(self) -> pa.Table:
+        types = {"token": pa.list_(pa.float32()), "row": pa.float32(), "reward": pa.float32()}
+        return pa.schema([(name, types[kind]) for name, kind in self._stage.adds.items()]).empty_table()
+
+    def _all_stats(self) -> dict[str, float]:
+        return {**self._stats, **self._run.stats}
+
+    @contextlib.contextmanager
+    def _signs_of_life(self, client: DataflowClient) -> Iterator[None]:
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(self._lease_s / 4):
+                try:
+                    client.stage_lease(self._name, self._id, 0, stats=self._all_stats())
+                except WireError as error:  # the main thread asks the same service, and says what is wrong
+                    log.debug("sign of life: %s", error)
+
+        thread = threading.Thread(target=beat, name=f"pulse-{self._name}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            client.close()
+            thread.join(RETRY_S)
+
+
+class Reach:
+    """Asks a service that may be out of reach for a while; says in the log what is waited for."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+
+    def ask(self, call: Callable[[], T], gone_s: float = DATAFLOW_GONE_S) -> T:
+        """The answer. Raises: Stopped: a stop signal came. WireError: refused, or no answer in `gone_s`."""
+        begin, told = time.monotonic(), 0.0
+        while True:
+            try:
+                return call()
+            except WireError as error:
+                if not isinstance(error, Unreachable) and error.status != NO_ROOM:
+                    raise
+                if self._stop.is_set():
+                    raise Stopped from error
+                now = time.monotonic()
+                if now - begin >= gone_s:
+                    raise Unreachable(f"{error}; given up after {now - begin:.0f} s", error.status) from error
+                if now - told >= TELL_EVERY_S:
+                    told = now
+                    log.warning("waits for the dataflow service, up to %.0f s more: %s", gone_s - (now - begin), error)
+                self._stop.wait(0.1)
+
+
+def _with_tasks(leases: Entries, rows: pa.Table) -> pa.Table:
+    """The rows with the fields of their task as JSON text."""
+    texts = [json.dumps(lease.fields) for lease in leases for _ in range(lease.num_rows)]
+    return rows.append_column(TASK_COLUMN, pa.array(texts, pa.string()))
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and the first Ctrl-C set; a second one interrupts. Outside the main thread: never set."""
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
