@@ -6,13 +6,16 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
+from astraflow.dataflow.storage.shared import SharedBatch, shared_table
 from astraflow.errors import DataflowError
 from astraflow.types import BatchHeader, Episode
 from astraflow.wire import messages as m
 from astraflow.wire.client import HttpClient
-from astraflow.wire.codec import encode_episodes, read_stream, write_stream
+from astraflow.wire.codec import CONTENT_TYPE, encode_episodes, read_stream, stream_pieces
+from astraflow.wire.local import HOST_HEADER
 
 
 class DataflowClient:
@@ -29,9 +32,16 @@ class DataflowClient:
         """Enter the pool as a node; again is a no-op."""
         return self._http.json("POST", "/nodes", join, m.JoinReply)
 
-    def heartbeat(self, node_id: str, stats: Mapping[str, float], versions: Mapping[str, int]) -> m.HeartbeatReply:
-        """The node lives. A `WireError` with status 404 means: join again, and drop what you play."""
-        body = m.Heartbeat(stats=dict(stats), versions=dict(versions))
+    def heartbeat(
+        self,
+        node_id: str,
+        stats: Mapping[str, float],
+        versions: Mapping[str, int],
+        cancelled: Sequence[tuple[str, int]] = (),
+    ) -> m.HeartbeatReply:
+        """The node lives. A `WireError` with status 404 means: join again, and drop what you play. `cancelled`: of the
+        last reply, else it says them again."""
+        body = m.Heartbeat(stats=dict(stats), versions=dict(versions), cancelled=list(cancelled))
         return self._http.json("POST", f"/nodes/{node_id}/heartbeat", body, m.HeartbeatReply)
 
     def drain(self, node_id: str) -> None:
@@ -51,8 +61,8 @@ class DataflowClient:
         nodes = {e.node_id for e in episodes}
         if len(nodes) > 1:
             raise DataflowError("node_id", sorted(nodes), "must be one per commit", "commit for each node by itself")
-        body = write_stream(*encode_episodes(episodes, episodes[0].node_id))
-        return self._http.post_bytes("/episodes", memoryview(body), m.EpisodesReply).results
+        pieces = stream_pieces(*encode_episodes(episodes, episodes[0].node_id))
+        return self._http.post_stream("/episodes", pieces, m.EpisodesReply).results
 
     def resume(self, policy: str, resume: m.Resume) -> m.ResumeReply:
         """A trainer of `policy` starts at `resume.version`; batches after it will be served again."""
@@ -70,8 +80,16 @@ class DataflowClient:
         of one of several ranks; None: not full within `wait_s`.
         """
         body = m.BatchRequest(trainer_id=trainer_id, version=version, wait_s=wait_s, rank=rank, ranks=ranks)
-        status, payload, _ = self._http.get_bytes("POST", f"/policies/{policy}/batches", body, wait_s=wait_s)
-        return None if status == 204 else read_stream(payload, BatchHeader)
+        path = f"/policies/{policy}/batches"
+        status, payload, headers = self._http.get_bytes("POST", path, body, wait_s=wait_s)
+        if status == 204:
+            return None
+        if headers.get("content-type") != CONTENT_TYPE:  # the service is on this host and says where the rows lie
+            shared = msgspec.json.decode(payload, type=SharedBatch)
+            if (table := shared_table(shared)) is not None:
+                return shared.header, table
+            _, payload, _ = self._http.get_bytes("POST", path, body, wait_s=wait_s, headers={HOST_HEADER: ""})
+        return read_stream(payload, BatchHeader)
 
     def ack(self, header: BatchHeader, trainer_id: str, metrics: Mapping[str, float] | None = None) -> None:
         """The batch was trained and version `header.step` is published."""
@@ -84,18 +102,25 @@ class DataflowClient:
         self._http.json("POST", f"/policies/{policy}/checkpoints", body, m.Ok)
 
     def stage_lease(
-        self, stage: str, worker_id: str, n: int, *, wait_s: float = 0.0, request_id: str | None = None
+        self,
+        stage: str,
+        worker_id: str,
+        n: int,
+        *,
+        wait_s: float = 0.0,
+        request_id: str | None = None,
+        stats: Mapping[str, float] | None = None,
     ) -> tuple[m.StageRows, pa.Table]:
         """Entries with about `n` rows for a worker of a stage. `n` = 0: only a sign of life."""
         request_id = request_id or uuid.uuid4().hex
-        body = m.StageRequest(worker_id=worker_id, request_id=request_id, n=n, wait_s=wait_s)
+        body = m.StageRequest(worker_id=worker_id, request_id=request_id, n=n, wait_s=wait_s, stats=dict(stats or {}))
         _, payload, _ = self._http.get_bytes("POST", f"/stages/{stage}/leases", body, wait_s=wait_s)
         return read_stream(payload, m.StageRows)
 
     def stage_columns(self, stage: str, header: m.ColumnsHeader, columns: pa.Table) -> dict[str, str]:
         """Hand in columns: entry id -> "accepted" or "refused: <why>"."""
-        body = write_stream(header, columns)
-        return self._http.post_bytes(f"/stages/{stage}/columns", memoryview(body), m.ColumnsReply).results
+        pieces = stream_pieces(header, columns)
+        return self._http.post_stream(f"/stages/{stage}/columns", pieces, m.ColumnsReply).results
 
     def stage_leave(self, stage: str, worker_id: str) -> None:
         """A worker leaves; its leases are given back."""

@@ -27,37 +27,40 @@ from astraflow.config.schema import RunConfig
 from astraflow.contracts import Source
 from astraflow.dataflow.endpoints.asking import check_alive, deadline_in, refusals, wait_for
 from astraflow.dataflow.endpoints.consumers import ConsumerEndpoints
+from astraflow.dataflow.endpoints.refused import Refused
 from astraflow.dataflow.endpoints.stages import StageEndpoints
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.queues import batch_id
 from astraflow.dataflow.machine.records import Batch, PolicyState
 from astraflow.dataflow.shell import Shell
-from astraflow.dataflow.storage.batches import batch_table
+from astraflow.dataflow.storage.batches import batch_rows, rows_table
 from astraflow.dataflow.storage.rows import episode_commits, row_facts
-from astraflow.dataflow.views.status import prometheus_text, status
+from astraflow.dataflow.storage.shared import share_batch, worth_sharing
+from astraflow.dataflow.views.status import journal_status, prometheus_text, status
 from astraflow.observe.memory import settle_memory
 from astraflow.observe.metrics import CONTENT_TYPE
 from astraflow.types import BatchHeader
 from astraflow.wire import messages as m
 from astraflow.wire.app import (
     HttpError,
+    StreamReply,
     bind,
     check_bind,
     create_app,
     json_reply,
-    read_body,
     read_json,
+    read_stream_body,
     serve,
-    stream_reply,
+    shares_files,
 )
-from astraflow.wire.codec import read_stream, write_stream
+from astraflow.wire.codec import read_stream, stream_pieces
 
 
 class _Endpoints:
     """One method per request."""
 
-    def __init__(self, shell: Shell) -> None:
-        self._shell, self._machine = shell, shell.machine
+    def __init__(self, shell: Shell, refused: Refused) -> None:
+        self._shell, self._machine, self._refused = shell, shell.machine, refused
 
     def routes(self) -> list[Route]:
         return [
@@ -97,9 +100,9 @@ class _Endpoints:
             self._machine.leases.node(node_id)
         seen = self._machine.live.hear_node(node_id, self._shell.now())
         seen.stats, seen.versions = body.stats, body.versions
-        cancelled, seen.cancelled = seen.cancelled, []
+        seen.forget_cancelled(body.cancelled)
         versions, finished = self._machine.leases.versions(), self._machine.finished
-        return json_reply(m.HeartbeatReply(versions, cancelled, finished))
+        return json_reply(m.HeartbeatReply(versions, seen.cancelled, finished))
 
     async def drain(self, request: Request) -> Response:
         await self._shell.submit(c.DrainNode(request.path_params["node_id"]))
@@ -124,10 +127,10 @@ class _Endpoints:
         return json_reply(m.LeaseReply(given, leases.versions(), self._machine.finished))
 
     async def commit(self, request: Request) -> Response:
-        body = await read_body(request)
-        header, table = read_stream(body, m.EpisodesHeader)
-        facts = row_facts(header, table, self._machine.state.policies)
-        put = self._shell.segments.append(body) if table.num_rows else None  # no await until it is submitted
+        with await read_stream_body(request) as body:
+            header, table = read_stream(body.view, m.EpisodesHeader)
+            facts = row_facts(header, table, self._machine.state.policies)
+            put = self._shell.segments.store(body) if table.num_rows else None  # no await until it is submitted
         command = c.CommitEpisodes(header.node_id, put, episode_commits(header, facts, put))
         return json_reply(m.EpisodesReply(await self._shell.submit(command)))
 
@@ -174,8 +177,10 @@ class _Endpoints:
             num_rows=int(batch.metrics["batch/trajectories"]),
             num_sampled_tokens=int(batch.metrics["tokens/sampled"]),
         )
-        table = batch_table(batch, self._machine.state.puts, self._shell.segments.read, asked.rank, asked.ranks)
-        return stream_reply(request, write_stream(header, table))
+        rows = batch_rows(batch, self._machine.state.puts, asked.rank, asked.ranks)
+        if shares_files(request) and worth_sharing(rows):
+            return json_reply(share_batch(header, rows, self._shell.segments))
+        return StreamReply(stream_pieces(header, rows_table(rows, self._shell.segments.read)))
 
     async def ack(self, request: Request) -> Response:
         body = await read_json(request, m.Ack)
@@ -194,11 +199,13 @@ class _Endpoints:
             "run": shell.config.run.name,
             "run_id": shell.run_id,
             "metrics_rows_waiting": shell.metrics.num_waiting,
+            "refused": dict(self._refused.counts),
+            "journal": journal_status(shell.journal, shell.compaction),
         }
         return json_reply({**head, **status(self._machine, shell.now())})
 
     async def prometheus(self, request: Request) -> Response:
-        return Response(prometheus_text(self._machine), media_type=CONTENT_TYPE)
+        return Response(prometheus_text(self._machine, self._refused.counts), media_type=CONTENT_TYPE)
 
     async def events(self, request: Request) -> Response:
         return StreamingResponse(self._event_stream(), media_type="text/event-stream")
@@ -231,13 +238,18 @@ class _Endpoints:
 
 
 def create_dataflow_app(
-    config: RunConfig, run_dir: Path, token: str | None, sources: Mapping[str, Source] | None = None
+    config: RunConfig,
+    run_dir: Path,
+    token: str | None,
+    sources: Mapping[str, Source] | None = None,
+    *,
+    accept_damage: bool = False,
 ) -> Starlette:
     """The app of one run; recovers from `run_dir` at once. `app.state.shell.crashed` is set when a part of it dies.
 
     Raises: JournalError, SourceError: as `Shell`.
     """
-    shell = Shell(config, run_dir, sources)
+    shell, refused = Shell(config, run_dir, sources, accept_damage=accept_damage), Refused()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -250,7 +262,11 @@ def create_dataflow_app(
             await asyncio.wait({ticks})
             shell.close()
 
-    app = create_app(_Endpoints(shell).routes(), token=token, lifespan=lifespan)
+    limit = config.dataflow.max_body_bytes
+    app = create_app(
+        _Endpoints(shell, refused).routes(), token=token, lifespan=lifespan, max_body_bytes=limit, inbox=shell.inbox,
+        on_refused=refused.hear,
+    )  # fmt: skip
     app.state.shell = shell
     return app
 
@@ -290,7 +306,13 @@ async def _serve_on(app: Starlette, sock: socket.socket, on_ready: Callable[[str
 
 
 def run_service(
-    config: RunConfig, run_dir: Path, sock: socket.socket, *, token: str | None, on_ready: Callable[[str], None]
+    config: RunConfig,
+    run_dir: Path,
+    sock: socket.socket,
+    *,
+    token: str | None,
+    on_ready: Callable[[str], None],
+    accept_damage: bool = False,
 ) -> None:
     """The process of `astraflow dataflow`: serves on a socket from `wire.app.bind` until SIGTERM or SIGINT.
 
@@ -302,7 +324,7 @@ def run_service(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        app = create_dataflow_app(config, run_dir, token)
+        app = create_dataflow_app(config, run_dir, token, accept_damage=accept_damage)
         settle_memory()
         await _serve_on(app, sock, on_ready, stop)
 

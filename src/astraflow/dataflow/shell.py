@@ -43,6 +43,7 @@ from astraflow.dataflow.views.nodes import PoolRates
 from astraflow.dataflow.views.rows import MetricsFile
 from astraflow.errors import JournalError
 from astraflow.wire.app import HttpError
+from astraflow.wire.local import Inbox
 
 log = logging.getLogger("astraflow.dataflow")
 _encode = msgspec.json.Encoder().encode
@@ -85,6 +86,7 @@ class Shell:
             self.metrics = opened.enter_context(closing(MetricsFile(run_dir / "metrics.jsonl")))
             self.history = opened.enter_context(closing(History(place / "history", self.journal.num_in_snapshot)))
             self.segments = opened.enter_context(closing(Segments(place / "segments", fsync=fsync)))
+            self.inbox = Inbox(place / "inbox")
             self.machine, self._base = self._recover()
             self.segments.keep_only(self.machine.state.puts.values())
             opened.pop_all()
@@ -248,6 +250,7 @@ class Shell:
             for _, future in pending:
                 if not future.done():
                     future.set_exception(HttpError(500, f"dataflow=machine died ({error!r}); see its log"))
+        self.segments.settle()
 
     def _apply(self, pending: list[tuple[c.Command, asyncio.Future[Any]]], now: float) -> None:
         topics: set[str] = set()

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import pyarrow as pa
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,11 +29,12 @@ from astraflow.errors import (
     WireError,
 )
 from astraflow.wire.codec import CONTENT_TYPE
-from astraflow.wire.local import BODY_HEADER, HOST_HEADER, MIN_BYTES, SharedBodies, host_identity, take
+from astraflow.wire.local import BODY_HEADER, HOST_HEADER, INBOX_HEADER, Body, Inbox, host_identity
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 
 T = TypeVar("T")
-_PIECE = 4 << 20
+MAX_BODY_BYTES = 1 << 30
+_HOST, _PROTOCOL = HOST_HEADER.encode(), PROTOCOL_HEADER.encode()
 
 
 class HttpError(AstraFlowError):
@@ -44,67 +45,104 @@ class HttpError(AstraFlowError):
         super().__init__(message)
 
 
+def _ignore(error: Exception) -> None:
+    """Nobody counts refusals here."""
+
+
 def create_app(
     routes: Sequence[BaseRoute],
     *,
     token: str | None,
     lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]] | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    inbox: Inbox | None = None,
+    on_refused: Callable[[Exception], None] = _ignore,
 ) -> Starlette:
-    """A Starlette app with the rules of the house around `routes`. /health needs no token and says nothing else."""
+    """A Starlette app with the rules of the house around `routes`. /health needs no token and says nothing else.
+
+    Args: max_body_bytes: larger bodies are refused unread. inbox: takes bodies from clients on the same host.
+    on_refused: called with each error that a request is answered with.
+    """
     app = Starlette(
         routes=[Route("/health", _health), *routes],
         lifespan=lifespan,
         exception_handlers={AstraFlowError: _on_error},
     )
-    app.add_middleware(_Gatekeeper, token=token)
+    app.state.limit, app.state.inbox, app.state.on_refused = max_body_bytes, inbox, on_refused
+    app.add_middleware(_Gatekeeper, token=token, limit=max_body_bytes, inbox=inbox, on_refused=on_refused)
     return app
 
 
 class _Gatekeeper:
-    """Token and protocol version, before anything is read."""
+    """Token, protocol version and size, before anything is read."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self.app = app
-        self.expected = f"Bearer {token}".encode() if token else None
+    def __init__(
+        self, app: ASGIApp, token: str | None, limit: int, inbox: Inbox | None, on_refused: Callable[[Exception], None]
+    ) -> None:
+        self.app, self._limit, self._on_refused = app, limit, on_refused
+        self._expected = f"Bearer {token}".encode() if token else None
+        self._host = host_identity().encode() if inbox is not None else b""
+        self._place = (INBOX_HEADER.encode(), inbox.place.encode()) if inbox is not None else (b"", b"")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
-            headers = dict(scope["headers"])
-            if self.expected and not hmac.compare_digest(headers.get(b"authorization", b""), self.expected):
-                failure = Failure(
-                    "token=*** is missing or wrong; set ASTRAFLOW_TOKEN to the token of this run", "Unauthorized"
-                )
-                await json_reply(failure, 401)(scope, receive, send)
-                return
-            theirs = headers.get(PROTOCOL_HEADER.encode())
-            if theirs is not None and theirs != str(PROTOCOL).encode():
-                failure = Failure(
-                    f"protocol={theirs.decode('latin-1')} must be {PROTOCOL}; "
-                    "install the same AstraFlow version on both sides",
-                    "ProtocolMismatch",
-                )
-                await json_reply(failure, 426)(scope, receive, send)
-                return
-        await self.app(scope, receive, self._signed(send) if scope["type"] == "http" else send)
+        if scope["type"] != "http" or scope["path"] == "/health":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if (refusal := self._refusal(headers)) is not None:
+            await refusal(scope, receive, send)
+        elif self._host and headers.get(_HOST) == self._host:
+            await self.app(scope, receive, self._signed(send))
+        else:
+            await self.app(scope, receive, send)
+
+    def _refusal(self, headers: Mapping[bytes, bytes]) -> Response | None:
+        if self._expected and not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            failure = Failure(
+                "token=*** is missing or wrong; set ASTRAFLOW_TOKEN to the token of this run", "Unauthorized"
+            )
+            self._on_refused(HttpError(401, failure.error, failure.kind))
+            return json_reply(failure, 401)
+        theirs = headers.get(_PROTOCOL)
+        if theirs is not None and theirs != str(PROTOCOL).encode():
+            failure = Failure(
+                f"protocol={theirs.decode('latin-1')} must be {PROTOCOL}; "
+                "install the same AstraFlow version on both sides",
+                "ProtocolMismatch",
+            )
+            self._on_refused(HttpError(426, failure.error, failure.kind))
+            return json_reply(failure, 426)
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._limit:
+            error = _too_large(int(length), self._limit)
+            self._on_refused(error)
+            return _on_error(None, error)
+        return None
 
     def _signed(self, send: Send) -> Send:
-        """Every answer says which host it comes from, so that a client on the same one may share memory."""
-        if not (identity := host_identity().encode()):
-            return send
+        """Say where bodies may be put, to a client on the same host."""
 
         async def signed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (HOST_HEADER.encode(), identity)]
+                message["headers"] = [*message["headers"], self._place]
             await send(message)
 
         return signed
+
+
+def _too_large(size: int, limit: int) -> HttpError:
+    return HttpError(
+        413, f"body={size} bytes must be at most {limit}; send fewer episodes at once, or raise dataflow.max_body_bytes"
+    )
 
 
 async def _health(request: Request) -> Response:
     return json_reply({"ok": True})
 
 
-def _on_error(request: Request, error: Exception) -> Response:
+def _on_error(request: Request | None, error: Exception) -> Response:
+    if request is not None:
+        request.app.state.on_refused(error)
     match error:
         case HttpError():
             return json_reply(Failure(str(error), error.kind), error.status)
@@ -128,26 +166,27 @@ def json_reply(body: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-_shared = SharedBodies()
+class StreamReply(Response):
+    """An Arrow stream as a response: its pieces are sent one after the other, without a copy."""
+
+    def __init__(self, pieces: Sequence[memoryview]) -> None:
+        super().__init__(headers={"content-length": str(sum(map(len, pieces)))}, media_type=CONTENT_TYPE)
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 def stream_reply(request: Request, body: pa.Buffer | bytes | memoryview) -> Response:
-    """An Arrow stream as a response: through shared memory on one host, else in large pieces without a copy."""
-    view = memoryview(body)
-    if len(view) >= MIN_BYTES and _same_host(request) and (name := _shared.put(view)) is not None:
-        return Response(b"", 200, {BODY_HEADER: name}, media_type=CONTENT_TYPE)
-    headers = {"content-length": str(len(view))}
-    if len(view) <= _PIECE:
-        return Response(bytes(view), 200, headers, media_type=CONTENT_TYPE)
-
-    async def pieces() -> AsyncIterator[memoryview]:
-        for start in range(0, len(view), _PIECE):
-            yield view[start : start + _PIECE]
-
-    return StreamingResponse(pieces(), 200, headers, media_type=CONTENT_TYPE)
+    """An Arrow stream in one buffer as a response."""
+    return StreamReply([memoryview(body)])
 
 
-def _same_host(request: Request) -> bool:
+def shares_files(request: Request) -> bool:
+    """The client runs on this host and may map files of the run directory."""
     return bool(host_identity()) and request.headers.get(HOST_HEADER) == host_identity()
 
 
@@ -162,14 +201,50 @@ async def read_json(request: Request, kind: type[T]) -> T:
         ) from error
 
 
-async def read_body(request: Request) -> bytes | memoryview:
-    """The whole body in one buffer (a mapped one when it came through shared memory)."""
-    if (name := request.headers.get(BODY_HEADER)) is not None and _same_host(request):
-        return take(name)
+async def read_stream_body(request: Request) -> Body:
+    """The body of a request that brings an Arrow stream; use it in a `with` block.
+
+    Raises: HttpError: 413 when it is too large, 415 when it is of another type, 400 when it was cut.
+    """
+    kind = request.headers.get("content-type", "none")
+    if kind.partition(";")[0].strip().lower() != CONTENT_TYPE:
+        raise HttpError(
+            415, f"content-type={kind[:80]} must be {CONTENT_TYPE}; send an Arrow IPC stream, see docs/protocol.md"
+        )
+    return _from_inbox(request) or Body(await _receive(request))
+
+
+def _from_inbox(request: Request) -> Body | None:
+    name, inbox, limit = request.headers.get(BODY_HEADER), request.app.state.inbox, request.app.state.limit
+    if name is None or inbox is None or not shares_files(request):
+        return None
+    body: Body = inbox.take(name)
+    if len(body.view) > limit:
+        with body:
+            raise _too_large(len(body.view), limit)
+    return body
+
+
+async def read_body(request: Request) -> memoryview:
+    """The whole body in one buffer."""
+    if (body := _from_inbox(request)) is None:
+        return await _receive(request)
+    with body:
+        return body.view
+
+
+async def _receive(request: Request) -> memoryview:
+    length, limit = request.headers.get("content-length", ""), request.app.state.limit
+    buffer, filled = bytearray(int(length) if length.isdigit() else 0), 0
     try:
-        return await request.body()
+        async for piece in request.stream():
+            if (end := filled + len(piece)) > limit:
+                raise _too_large(end, limit)
+            buffer[filled:end] = piece
+            filled = end
     except ClientDisconnect as error:
         raise HttpError(400, "body=cut must be complete; send the request again") from error
+    return memoryview(buffer)
 
 
 def is_loopback(host: str) -> bool:

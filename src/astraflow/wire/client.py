@@ -3,8 +3,7 @@
 All requests of the protocol are idempotent, so a request whose answer was lost is sent again: a refused or reset
 connection is retried with backoff until `give_up_s` has passed, then `Unreachable` names the URL and the wait.
 So is a 507: the service lives and cannot write; what it said is raised when that goes on for `give_up_s`.
-A service that accepts and never answers is cut by `timeout_s` and counts as unreachable. Bulk bodies are read with
-`readinto` into one buffer (measured twice as fast as collecting pieces).
+A service that accepts and never answers is cut by `timeout_s` and counts as unreachable.
 """
 
 from __future__ import annotations
@@ -12,21 +11,21 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
-import urllib3
 
 from astraflow.errors import ProtocolMismatch, Unauthorized, Unreachable, WireError
 from astraflow.wire.codec import CONTENT_TYPE
-from astraflow.wire.local import BODY_HEADER, HOST_HEADER, MIN_BYTES, SharedBodies, host_identity, take
+from astraflow.wire.connection import Connection, Head, Pieces, Pool
+from astraflow.wire.local import BODY_HEADER, HOST_HEADER, INBOX_HEADER, MIN_BYTES, host_identity, open_place, put
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 
 R = TypeVar("R")
 DISK_FULL = 507
-_PIECE = 1 << 20
-"""urllib3's readinto reads into a buffer of its own first: a small one stays in the cache (measured: twice as fast)."""
+_CONNECT_S = 10.0
+_PIECE = 16 << 20  # of a download
 
 
 class HttpClient:
@@ -43,40 +42,44 @@ class HttpClient:
         max_connections: int = 8,
     ) -> None:
         self.base_url = base_url.rstrip("/")
-        if not self.base_url.startswith(("http://", "https://")):
-            raise WireError(
-                f"url={base_url!r} must start with http:// or https://; give the URL that the service printed"
-            )
+        self._pool = Pool(self.base_url, max_connections)
         self.timeout_s, self.give_up_s = timeout_s, give_up_s
         self.num_retries = 0
         self._stop = threading.Event()
-        self._shared = SharedBodies()
-        self._same_host = False  # learnt from the first answer
-        self._headers = {PROTOCOL_HEADER: str(PROTOCOL)}
+        self._inbox = ""  # where the service takes bodies from files, learnt from its answers; "": it does not
+        self._headers = {"host": self._pool.netloc, PROTOCOL_HEADER: str(PROTOCOL)}
         if host_identity():
             self._headers[HOST_HEADER] = host_identity()
         if token:
             self._headers["authorization"] = f"Bearer {token}"
-        self._pool = urllib3.PoolManager(maxsize=max_connections, retries=False)
 
     def json(self, method: str, path: str, body: msgspec.Struct | None, reply: type[R], *, wait_s: float = 0.0) -> R:
         """Send a struct, get a struct. `wait_s`: how long the service itself may hold the request (long poll)."""
-        data = msgspec.json.encode(body) if body is not None else None
-        _, payload, _ = self._send(method, path, data, "application/json", wait_s)
+        _, payload, _ = self._send(method, path, _json(body), "application/json", wait_s)
         return self._decode(path, payload, reply)
 
-    def post_bytes(self, path: str, data: bytes | memoryview, reply: type[R]) -> R:
-        """Send an Arrow stream, get a struct. Large bodies go through shared memory on one host."""
-        view = memoryview(data)
-        if self._same_host and len(view) >= MIN_BYTES and (name := self._shared.put(view)) is not None:
+    def post_stream(self, path: str, pieces: Sequence[memoryview], reply: type[R]) -> R:
+        """Send an Arrow stream, get a struct. On one host a large body goes through a file (`wire.local`)."""
+        if self._inbox and sum(map(len, pieces)) >= MIN_BYTES and (name := self._put(pieces)) is not None:
             try:
-                _, payload, _ = self._send("POST", path, b"", CONTENT_TYPE, 0.0, {BODY_HEADER: name})
+                _, payload, _ = self._send("POST", path, (), CONTENT_TYPE, 0.0, {BODY_HEADER: name})
                 return self._decode(path, payload, reply)
             except WireError as error:  # the name was used up by a request whose answer was lost: send it inline
                 if error.status != 422:
                     raise
-        _, payload, _ = self._send("POST", path, view, CONTENT_TYPE, 0.0)
+        _, payload, _ = self._send("POST", path, pieces, CONTENT_TYPE, 0.0)
         return self._decode(path, payload, reply)
+
+    def post_bytes(self, path: str, data: bytes | memoryview, reply: type[R]) -> R:
+        """Send an Arrow stream that lies in one buffer, get a struct."""
+        return self.post_stream(path, [memoryview(data)], reply)
+
+    def _put(self, pieces: Sequence[memoryview]) -> str | None:
+        place = open_place(self._inbox)
+        name = put(place, pieces) if place is not None else None
+        if name is None:
+            self._inbox = ""  # not reachable from here, or full: the next answer may say it again
+        return name
 
     def get_bytes(
         self,
@@ -87,69 +90,58 @@ class HttpClient:
         wait_s: float = 0.0,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, memoryview, Mapping[str, str]]:
-        """Status (200, 204 or 206), the body in one buffer, and the headers."""
-        data = msgspec.json.encode(body) if body is not None else None
-        return self._send(method, path, data, "application/json", wait_s, headers)
+        """Status (200, 204 or 206), the body in one buffer, and the headers (names in lower case)."""
+        return self._send(method, path, _json(body), "application/json", wait_s, headers)
 
     def download(self, path: str, target: memoryview, offset: int = 0) -> int:
         """Read `path` from byte `offset` into `target[offset:]`; returns the bytes filled so far (short when cut)."""
-        headers = {**self._headers, "range": f"bytes={offset}-"} if offset else dict(self._headers)
-        response = None
+        headers = {**self._headers, "range": f"bytes={offset}-"} if offset else self._headers
+        connection = None
         try:
-            response = self._pool.request(
-                "GET",
-                self.base_url + path,
-                headers=headers,
-                preload_content=False,
-                enforce_content_length=False,  # a cut body gives the bytes that came, not an error
-                timeout=self._timeout(0.0),
-            )
-            if response.status >= 400:
-                raise self._failure(path, response.status, response.read(decode_content=False))
-            if offset and response.status != 206:
+            connection, head = self._ask("GET", path, (), headers, self.timeout_s)
+            if head.status >= 400:
+                raise self._failure(path, head.status, connection.read_rest(head))
+            if offset and head.status != 206:
                 offset = 0
             while offset < len(target):
-                count = response.readinto(target[offset : offset + _PIECE])
+                count = connection.readinto(target[offset : offset + _PIECE])
                 if not count:
                     break
                 offset += count
-        except urllib3.exceptions.HTTPError:
-            if response is None:
+        except OSError:  # a cut body gives the bytes that came, not an error
+            if connection is None:
                 raise Unreachable(
                     f"url={self.base_url}{path} could not be reached; check that the service runs"
                 ) from None
         finally:
-            if response is not None:
-                response.close() if offset < len(target) else response.release_conn()
+            if connection is not None:
+                self._pool.give(connection)
         return offset
 
     def close(self) -> None:
         """End waits and drop connections."""
         self._stop.set()
-        self._shared.sweep(everything=True)
-        self._pool.clear()
-
-    def _timeout(self, wait_s: float) -> urllib3.Timeout:
-        return urllib3.Timeout(connect=min(10.0, self.timeout_s), read=self.timeout_s + wait_s)
+        self._pool.close()
 
     def _send(
         self,
         method: str,
         path: str,
-        data: bytes | memoryview | None,
+        body: Pieces,
         content_type: str,
         wait_s: float,
         extra: Mapping[str, str] | None = None,
     ) -> tuple[int, memoryview, Mapping[str, str]]:
         headers = {**self._headers, "content-type": content_type, **(extra or {})}
+        headers = {name: value for name, value in headers.items() if value}
         deadline = time.monotonic() + self.give_up_s
         attempt = 0
         failure: WireError
         cause: BaseException | None
         while True:
             try:
-                return self._once(method, path, data, headers, wait_s)
-            except urllib3.exceptions.HTTPError as error:
+                return self._once(method, path, body, headers, wait_s)
+            except OSError as error:
                 failure, cause = self._unreachable(path, error), error
             except WireError as error:
                 if error.status != DISK_FULL:
@@ -168,25 +160,32 @@ class HttpClient:
         )
 
     def _once(
-        self, method: str, path: str, data: bytes | memoryview | None, headers: Mapping[str, str], wait_s: float
+        self, method: str, path: str, body: Pieces, headers: Mapping[str, str], wait_s: float
     ) -> tuple[int, memoryview, Mapping[str, str]]:
-        response = self._pool.request(
-            method,
-            self.base_url + path,
-            body=data,  # type: ignore[arg-type]  # any buffer is sent as it is
-            headers=headers,
-            preload_content=False,
-            timeout=self._timeout(wait_s),
-        )
+        connection, head = self._ask(method, path, body, headers, self.timeout_s + wait_s)
         try:
-            payload = _read_all(response)
+            payload = connection.read_rest(head)
         finally:
-            response.release_conn()
-        if response.status >= 400:
-            raise self._failure(path, response.status, payload)
-        self._same_host = bool(host_identity()) and response.headers.get(HOST_HEADER) == host_identity()
-        name = response.headers.get(BODY_HEADER)
-        return response.status, payload if name is None else take(name), response.headers
+            self._pool.give(connection)
+        if head.status >= 400:
+            raise self._failure(path, head.status, payload)
+        self._inbox = head.headers.get(INBOX_HEADER, "")
+        return head.status, payload, head.headers
+
+    def _ask(
+        self, method: str, path: str, body: Pieces, headers: Mapping[str, str], timeout_s: float
+    ) -> tuple[Connection, Head]:
+        size = sum(map(len, body))
+        lines = [f"{method} {self._pool.prefix}{path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
+        if size or method not in ("GET", "DELETE"):
+            lines.append(f"content-length: {size}")
+        start = "\r\n".join([*lines, "", ""]).encode("latin-1")
+        connection = self._pool.take(min(_CONNECT_S, self.timeout_s))
+        try:
+            return connection, connection.ask(start, body, timeout_s)
+        except BaseException:
+            connection.close()
+            raise
 
     def _decode(self, path: str, payload: memoryview, reply: type[R]) -> R:
         try:
@@ -205,21 +204,9 @@ class HttpClient:
         return kind(failure.error, status)
 
 
-def _read_all(response: urllib3.BaseHTTPResponse) -> memoryview:
-    length = response.headers.get("content-length")
-    if length is None:
-        return memoryview(response.read(decode_content=False))
-    size = int(length)
-    buffer = memoryview(bytearray(size))
-    filled = 0
-    while filled < size:
-        count = response.readinto(buffer[filled : filled + _PIECE])
-        if not count:
-            raise urllib3.exceptions.IncompleteRead(filled, size - filled)
-        filled += count
-    return buffer
+def _json(body: msgspec.Struct | None) -> Pieces:
+    return () if body is None else (msgspec.json.encode(body),)
 
 
 def _reason(error: Exception) -> str:
-    text = str(error)
-    return text.split(": ", 1)[-1] if text else type(error).__name__
+    return str(error) or type(error).__name__

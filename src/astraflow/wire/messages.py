@@ -84,13 +84,15 @@ class Heartbeat(msgspec.Struct, kw_only=True):
 
     stats: dict[str, float] = {}  # gauges and monotonic counters for status and metrics
     versions: dict[str, int] = {}  # policy -> version in force on the node
+    cancelled: list[tuple[str, int]] = []  # those of the last reply: heard, need not be said again
 
 
 class HeartbeatReply(msgspec.Struct):
     """What changed since."""
 
     versions: dict[str, WeightVersion]
-    cancelled: list[tuple[str, int]] = []  # (episode id, attempt) no longer held: stop playing it, not a later attempt
+    cancelled: list[tuple[str, int]] = []  # (episode id, attempt) no longer held: stop playing it, not a later attempt;
+    # said again until a heartbeat says that it was heard
     finished: bool = False  # the run is over: leave
 
 
@@ -197,6 +199,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
     request_id: str  # a repeated request gets the same leases
     n: int  # at most `stages.*.rows`; one entry is given even if it has more
     wait_s: float = 0.0
+    stats: dict[str, float] = {}  # gauges and monotonic counters for status
 
 
 class StageLease(msgspec.Struct, kw_only=True):
@@ -214,6 +217,7 @@ class StageRows(msgspec.Struct, kw_only=True):
     leases: list[StageLease]  # empty: nothing waited for the stage in time
     row_ids: list[str]  # "<entry id>:<number within it>", one per row
     lease_s: float  # silence after which the rows are offered to others
+    versions: dict[str, WeightVersion]  # newest of each policy, and where its weights are
     finished: bool = False  # the run is over: leave
 
 

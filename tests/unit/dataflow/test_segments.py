@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from astraflow.dataflow.machine.records import Put
-from astraflow.dataflow.storage.segments import DamagedRows, Segments
+from astraflow.dataflow.storage.segments import DamagedRows, Segments, map_segment, segment_name
 from astraflow.errors import JournalError
+from astraflow.wire.local import MIN_BYTES, Body
 
 
 @pytest.fixture
@@ -35,6 +36,8 @@ def test_a_full_segment_is_followed_by_the_next(segments: Segments, tmp_path: Pa
     puts = [segments.append(b"x" * 600) for _ in range(5)]
     assert [p.segment for p in puts] == [1, 1, 2, 2, 3]
     assert files(tmp_path) == ["000001.arrow", "000002.arrow", "000003.arrow"]
+    assert not segments.sealed  # nothing that the machine does not know of yet may be deleted
+    segments.settle()
     assert segments.sealed == {1, 2}
     segments.drop(1)
     assert files(tmp_path) == ["000002.arrow", "000003.arrow"] and segments.sealed == {2}
@@ -118,3 +121,51 @@ def test_synced_bodies_are_on_the_disk_before_anybody_hears_of_them(
         segments.sync()
         assert len(synced) == expected
         segments.close()
+
+
+def in_file(path: Path, content: bytes) -> Body:
+    path.write_bytes(content)
+    return Body(memoryview(content), path)
+
+
+def test_a_large_body_in_a_file_becomes_a_segment_of_its_own(segments: Segments, tmp_path: Path) -> None:
+    first = segments.append(b"first")
+    content = bytes(MIN_BYTES) + b"end"
+    with in_file(tmp_path / "body", content) as body:
+        put = segments.store(body)
+    after = segments.append(b"after")
+    assert put.segment not in (first.segment, after.segment) and first.segment == after.segment
+    assert not (tmp_path / "body").exists()
+    assert segments.read(put).to_pybytes() == content
+    again = Segments(tmp_path)
+    again.keep_only([put])
+    assert files(tmp_path)[0] == f"{put.segment:06d}.arrow" and again.read(put).size == len(content)
+    again.close()
+
+
+def test_a_small_body_in_a_file_is_appended(segments: Segments, tmp_path: Path) -> None:
+    first = segments.append(b"first")
+    with in_file(tmp_path / "body", b"small") as body:
+        put = segments.store(body)
+    assert put.segment == first.segment and segments.read(put).to_pybytes() == b"small"
+    assert not (tmp_path / "body").exists()
+
+
+def test_a_body_that_could_not_be_journaled_is_taken_back(segments: Segments, tmp_path: Path) -> None:
+    kept, appended = segments.append(b"kept"), segments.append(b"appended")
+    with in_file(tmp_path / "body", bytes(MIN_BYTES)) as body:
+        own = segments.store(body)
+    segments.undo([appended, own])
+    segments.settle()
+    assert files(tmp_path) == ["000001.arrow"] and not segments.sealed
+    assert segments.read(kept).to_pybytes() == b"kept" and segments.size(1) == appended.offset
+
+
+def test_a_map_outlives_its_file(segments: Segments, tmp_path: Path) -> None:
+    with in_file(tmp_path / "body", bytes(range(256)) * 4096) as body:
+        put = segments.store(body)
+    mapped = map_segment(tmp_path / segment_name(put.segment))
+    segments.drop(put.segment)
+    assert mapped.slice(256, 256).to_pybytes() == bytes(range(256))
+    with pytest.raises(FileNotFoundError):
+        map_segment(tmp_path / segment_name(put.segment))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -26,21 +28,24 @@ from astraflow.errors import (
 )
 from astraflow.wire import client as client_module
 from astraflow.wire.app import (
+    MAX_BODY_BYTES,
     HttpError,
+    StreamReply,
     bind,
     check_bind,
     create_app,
     json_reply,
-    read_body,
     read_json,
+    read_stream_body,
     serve,
-    stream_reply,
 )
 from astraflow.wire.client import HttpClient
-from astraflow.wire.codec import read_stream, write_stream
-from astraflow.wire.local import host_identity
+from astraflow.wire.codec import CONTENT_TYPE, read_stream, stream_pieces
+from astraflow.wire.local import Inbox, host_identity
 from astraflow.wire.messages import Ok
 
+BODIES: list[Path | None] = []
+"""Where the bodies of /bulk lay; None: they came over the socket."""
 FULL = 0
 """How many requests the disk is still full for."""
 
@@ -58,7 +63,9 @@ async def echo(request: Request) -> Response:
 
 
 async def bulk(request: Request) -> Response:
-    return stream_reply(request, await read_body(request))
+    with await read_stream_body(request) as body:
+        BODIES.append(body.path)
+        return StreamReply([memoryview(bytes(body.view))])
 
 
 async def fail(request: Request) -> Response:
@@ -71,7 +78,7 @@ async def fail(request: Request) -> Response:
 
 
 @contextmanager
-def running(token: str | None = None) -> Iterator[str]:
+def running(token: str | None = None, inbox: Inbox | None = None, limit: int = MAX_BODY_BYTES) -> Iterator[str]:
     routes = [
         Route("/echo", echo, methods=["POST"]),
         Route("/bulk", bulk, methods=["POST"]),
@@ -88,7 +95,8 @@ def running(token: str | None = None) -> Iterator[str]:
         ready.set()
 
     async def main() -> None:
-        await serve(create_app(routes, token=token), bind("127.0.0.1", 0, "port"), on_ready, stop)
+        app = create_app(routes, token=token, inbox=inbox, max_body_bytes=limit)
+        await serve(app, bind("127.0.0.1", 0, "port"), on_ready, stop)
 
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
     thread.start()
@@ -107,15 +115,125 @@ def test_struct_goes_there_and_back() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_bulk_of_several_pieces_comes_back_in_one_buffer(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bulk_of_several_pieces_comes_back_in_one_buffer(
+    shared: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(client_module, "host_identity", host_identity if shared else lambda: "")
     table = pa.table({"x": pa.array(range(2_000_000), pa.int64())})
+    pieces = stream_pieces(Ok(), table)
+    BODIES.clear()
+    with running(inbox=Inbox(tmp_path)) as url:
+        client = HttpClient(url)
+        client.json("POST", "/echo", Ok(), Ok)  # learns where bodies may be put
+        for _ in range(2):  # the connection is used again
+            _, payload, _ = bulk_of(client, pieces)
+            assert read_stream(payload, Ok)[1].equals(table)
+    assert [path is not None for path in BODIES] == [shared, shared]
+    assert not list(tmp_path.iterdir())
+
+
+def bulk_of(client: HttpClient, pieces: list[memoryview]) -> tuple[int, memoryview, Mapping[str, str]]:
+    """What POST /bulk gives back for these pieces, sent as the client sends an Arrow stream."""
+    replies: list[tuple[int, memoryview, Mapping[str, str]]] = []
+    send = client._send
+
+    def kept(*args: Any) -> tuple[int, memoryview, Mapping[str, str]]:
+        replies.append(send(*args))
+        return 200, memoryview(b'{"ok":true}'), {}
+
+    client._send = kept  # type: ignore[method-assign]
+    try:
+        client.post_stream("/bulk", pieces, Ok)
+    finally:
+        client._send = send  # type: ignore[method-assign]
+    return replies[-1]
+
+
+def test_a_body_over_the_limit_is_413_before_it_is_read(tmp_path: Path) -> None:
+    pieces = [memoryview(bytes(3 << 20))]
+    with running(limit=2 << 20) as url:
+        with pytest.raises(WireError, match=r"body=3145728 bytes must be at most 2097152; .*max_body_bytes") as caught:
+            HttpClient(url).post_stream("/bulk", pieces, Ok)
+        assert caught.value.status == 413
+        with socket.create_connection(url.removeprefix("http://").split(":"), timeout=5) as sock:  # sends no body
+            sock.sendall(b"POST /bulk HTTP/1.1\r\nhost: x\r\ncontent-length: 9999999\r\n\r\n")
+            assert sock.recv(65536).startswith(b"HTTP/1.1 413")
+    with running(limit=2 << 20, inbox=Inbox(tmp_path)) as url:
+        client = HttpClient(url)
+        client.json("POST", "/echo", Ok(), Ok)
+        with pytest.raises(WireError, match="body=3145728 bytes must be at most 2097152") as caught:
+            client.post_stream("/bulk", pieces, Ok)
+        assert caught.value.status == 413 and not list(tmp_path.iterdir())
+
+
+def test_a_body_without_a_length_is_counted_while_it_comes() -> None:
+    with running(limit=1 << 20) as url, socket.create_connection(url.removeprefix("http://").split(":"), 5) as sock:
+        sock.sendall(b"POST /bulk HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ncontent-type: ")
+        sock.sendall(CONTENT_TYPE.encode() + b"\r\n\r\n")
+        sock.sendall(b"%x\r\n" % ((1 << 20) + 1) + bytes((1 << 20) + 1))
+        assert sock.recv(65536).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/octet-stream", "application/x-pickle", None])
+def test_another_content_type_is_415(kind: str | None) -> None:
+    with running() as url, pytest.raises(WireError, match=f"content-type={kind or 'none'} must be .*arrow") as caught:
+        HttpClient(url)._send("POST", "/bulk", [b"abc"], kind or "", 0.0)
+    assert caught.value.status == 415
+
+
+def test_an_inbox_that_the_client_does_not_see_takes_no_bodies(tmp_path: Path) -> None:
+    inbox = Inbox(tmp_path)
+    inbox.place = inbox.place.replace(":", ":1", 1)  # the inode of another directory
+    BODIES.clear()
+    with running(inbox=inbox) as url:
+        client = HttpClient(url)
+        client.json("POST", "/echo", Ok(), Ok)
+        bulk_of(client, [memoryview(bytes(2 << 20))])
+    assert BODIES == [None]
+
+
+def test_a_name_that_was_used_up_is_sent_inline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    BODIES.clear()
+    with running(inbox=Inbox(tmp_path)) as url:
+        client = HttpClient(url)
+        client.json("POST", "/echo", Ok(), Ok)
+        monkeypatch.setattr(client_module, "put", lambda place, pieces: "0" * 32)
+        bulk_of(client, [memoryview(bytes(2 << 20))])
+    assert BODIES == [None]
+
+
+def test_a_connection_that_the_server_closed_while_idle_is_not_used() -> None:
     with running() as url:
         client = HttpClient(url)
-        data = write_stream(Ok(), table)
-        _, payload, _ = client._send("POST", "/bulk", memoryview(data), "application/vnd.apache.arrow.stream", 0.0)
-        assert read_stream(payload, Ok)[1].equals(table)
-        assert client._same_host is shared
+        client.json("POST", "/echo", Ok(), Ok)
+        port = int(url.rpartition(":")[2])
+    sock = bind("127.0.0.1", port, "port")
+    sock.close()
+    assert client._pool._idle[0].stale
+
+
+def test_answers_in_chunks_and_without_a_length_are_read_to_their_end() -> None:
+    answers = [
+        b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"ok"\r\n6\r\n:true}\r\n0\r\n\r\n',
+        b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{"ok":true}',
+    ]
+    sock = bind("127.0.0.1", 0, "port")
+
+    def answer() -> None:
+        for text in answers:
+            connection, _ = sock.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(text)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with closing(HttpClient(f"http://127.0.0.1:{sock.getsockname()[1]}", give_up_s=0.1)) as client:
+        assert client.json("GET", "/", None, Ok).ok
+        client._pool.close()
+        assert client.json("GET", "/", None, Ok).ok
+    thread.join(5)
+    sock.close()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from astraflow.dataflow.machine.records import Batch
 from astraflow.dataflow.shell import Shell
 from astraflow.dataflow.storage.batches import batch_table
 from astraflow.wire import messages as m
-from astraflow.wire.app import json_reply, read_json, stream_reply
-from astraflow.wire.codec import TRAINING_SCHEMA, write_stream
+from astraflow.wire.app import StreamReply, json_reply, read_json
+from astraflow.wire.codec import TRAINING_SCHEMA, stream_pieces
 
 _MOST_GROUPS = 1024
 
@@ -57,7 +57,7 @@ class ConsumerEndpoints:
         table = TRAINING_SCHEMA.empty_table()
         if groups:
             table = batch_table(Batch(0, groups, {}), self._machine.state.puts, self._shell.segments.read)
-        return stream_reply(request, write_stream(header, table))
+        return StreamReply(stream_pieces(header, table))
 
     async def ack(self, request: Request) -> Response:
         """ConsumerAck -> Ok."""

@@ -21,8 +21,9 @@ from astraflow.dataflow.shell import Shell
 from astraflow.dataflow.storage.columns import staged_rows, token_counts
 from astraflow.dataflow.storage.door import Refused, check_columns
 from astraflow.wire import messages as m
-from astraflow.wire.app import json_reply, read_body, read_json, stream_reply
-from astraflow.wire.codec import read_stream, write_stream
+from astraflow.wire.app import StreamReply, json_reply, read_json, read_stream_body
+from astraflow.wire.codec import read_stream, stream_pieces
+from astraflow.wire.local import Body
 
 
 class StageEndpoints:
@@ -48,7 +49,8 @@ class StageEndpoints:
         given: list[tuple[str, int]] = []
         while True:
             check_alive(self._shell)
-            self._machine.live.hear_worker(plan.name, worker, self._shell.now())
+            seen = self._machine.live.hear_worker(plan.name, worker, self._shell.now())
+            seen.stats = body.stats or seen.stats
             known = stage.workers.get(worker)
             again = known is not None and known.last_lease == body.request_id
             if body.n > 0 and (stage.pending or again):
@@ -69,9 +71,10 @@ class StageEndpoints:
             leases=[self._lease(plan, *x) for x in found],
             row_ids=[f"{e}:{i}" for e, _, entry in found for i in range(len(entry.part.rows))],
             lease_s=plan.lease_s,
+            versions=self._machine.leases.versions(),
             finished=self._machine.finished,
         )
-        return stream_reply(request, write_stream(header, rows.table))
+        return StreamReply(stream_pieces(header, rows.table))
 
     def _lease(self, plan: StagePlan, entry_id: str, attempt: int, entry: StagedEntry) -> m.StageLease:
         fields = None
@@ -82,9 +85,11 @@ class StageEndpoints:
 
     async def columns(self, request: Request) -> Response:
         """Arrow(ColumnsHeader) -> ColumnsReply."""
-        body = await read_body(request)
-        plan = self._plan(request)
-        header, table = read_stream(body, m.ColumnsHeader)
+        with await read_stream_body(request) as body:
+            return json_reply(m.ColumnsReply(await self._keep(self._plan(request), body)))
+
+    async def _keep(self, plan: StagePlan, body: Body) -> dict[str, str]:
+        header, table = read_stream(body.view, m.ColumnsHeader)
         shell, machine = self._shell, self._machine
         machine.live.hear_worker(plan.name, header.worker_id, shell.now())
         checked = check_columns(
@@ -100,9 +105,10 @@ class StageEndpoints:
             await shell.submit(c.AddColumns(plan.name, header.worker_id, header.request_id, None, bad))
             raise checked.error
         good = any(not x.problem for x in checked)
-        put = shell.segments.append(body) if good else None  # no await until it is submitted
+        put = shell.segments.store(body) if good else None  # no await until it is submitted
         command = c.AddColumns(plan.name, header.worker_id, header.request_id, put, checked)
-        return json_reply(m.ColumnsReply(await shell.submit(command)))
+        results: dict[str, str] = await shell.submit(command)
+        return results
 
     async def leave(self, request: Request) -> Response:
         """-> Ok."""

@@ -3,12 +3,12 @@
 A body is written before the command that points at it is journaled, so a kill in between leaves bytes that nothing
 points at: harmless, they go with their segment. A start never appends to an old segment. What a kill of the process
 leaves is complete, since the page cache outlives it; a file cut short by a power failure is found when it is opened.
+A large body that lies in a file already becomes a segment of its own, without a copy.
 A body is checked against its checksum when it is read first (33 GB/s measured, 0.8 ms for 25 MB).
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +19,7 @@ import xxhash
 from astraflow.dataflow.journal.snapshots import sync_directory
 from astraflow.dataflow.machine.records import Put
 from astraflow.errors import JournalError
+from astraflow.wire.local import MIN_BYTES, Body, place_of
 
 SEGMENT_BYTES = 64 << 20
 _ALIGN = 64  # of a body, so that its Arrow buffers are aligned in the map
@@ -44,12 +45,15 @@ class Segments:
     def __init__(self, directory: Path, segment_bytes: int = SEGMENT_BYTES, *, fsync: bool = False) -> None:
         self._directory, self._limit, self._fsync = directory, segment_bytes, fsync
         directory.mkdir(parents=True, exist_ok=True)
+        self.place = place_of(directory)
         numbers = [int(p.stem) for p in directory.glob("*.arrow") if p.stem.isdecimal()]
         self._maps: dict[int, pa.Buffer] = {}
         self._intact: dict[int, set[int]] = {}  # segment -> offsets of bodies that were checked
         self._sealed: set[int] = set(numbers)
+        self._fresh: set[int] = set()  # segments with bodies that no applied command points at yet
         self._unsynced: list[int] = []  # files with bytes that may not be on the disk
         self._number = max(numbers, default=0) + 1
+        self._next = self._number + 1
         self._file = self._create(self._number)
         self._size = 0
 
@@ -64,6 +68,30 @@ class Segments:
         self._check(needed)
         for number in self._sealed - set(needed):
             self.drop(number)
+
+    def store(self, body: Body) -> Put:
+        """Keep the body of a request: its file becomes a segment, or its bytes are appended.
+
+        Raises: JournalError: the disk is full or failed; nothing was added.
+        """
+        if body.path is None or len(body.view) < MIN_BYTES:
+            return self.append(body.view)
+        number, self._next = self._next, self._next + 1
+        path = self._path(number)
+        try:
+            body.path.rename(path)
+            if self._fsync:
+                self._unsynced.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                sync_directory(self._directory)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise JournalError(
+                "segments", str(path), f"cannot be made of a body of the inbox ({error.strerror})",
+                "make room on the disk; the request is repeated by its sender",
+            ) from error  # fmt: skip
+        self._sealed.add(number)
+        self._fresh.add(number)
+        return Put(number, 0, len(body.view), xxhash.xxh3_64_intdigest(body.view))
 
     def append(self, body: bytes | memoryview) -> Put:
         """Write one body at the end.
@@ -84,6 +112,7 @@ class Segments:
                 "make room on the disk; the request is repeated by its sender",
             ) from error  # fmt: skip
         self._size = offset + len(view)
+        self._fresh.add(self._number)
         if self._fsync and self._file not in self._unsynced:
             self._unsynced.append(self._file)
         return Put(self._number, offset, len(view), xxhash.xxh3_64_intdigest(view))
@@ -105,10 +134,19 @@ class Segments:
                 os.close(file)
 
     def undo(self, puts: Iterable[Put]) -> None:
-        """Take back bodies whose commands could not be journaled (those at the end of the newest segment)."""
-        starts = [p.offset for p in puts if p.segment == self._number]
-        if starts:
-            self._truncate(min(starts))
+        """Take back bodies whose commands could not be journaled: files of their own, and the end of the newest one."""
+        ends = []
+        for put in puts:
+            if put.segment == self._number:
+                ends.append(put.offset)
+            elif put.offset == 0 and self.size(put.segment) == put.length:  # nothing else is in it
+                self.drop(put.segment)
+        if ends:
+            self._truncate(min(ends))
+
+    def settle(self) -> None:
+        """The commands of all bodies so far were applied, or their bodies were taken back."""
+        self._fresh.clear()
 
     def read(self, put: Put) -> pa.Buffer:
         """The body, as a view of the file.
@@ -117,7 +155,7 @@ class Segments:
         """
         mapped = self._maps.get(put.segment)
         if mapped is None or mapped.size < put.offset + put.length:
-            mapped = self._maps[put.segment] = _map(self._path(put.segment))
+            mapped = self._maps[put.segment] = map_segment(self._path(put.segment))
         body = mapped.slice(put.offset, put.length)
         intact = self._intact.setdefault(put.segment, set())
         if put.offset not in intact:
@@ -133,8 +171,8 @@ class Segments:
 
     @property
     def sealed(self) -> frozenset[int]:
-        """Segments that are full; the one being written is not among them."""
-        return frozenset(self._sealed)
+        """Segments that are full and whose bodies the machine knows; the one being written is not among them."""
+        return frozenset(self._sealed - self._fresh)
 
     def drop(self, number: int) -> None:
         """Nobody needs this sealed segment: delete it."""
@@ -151,16 +189,17 @@ class Segments:
 
     def _roll(self) -> None:
         try:
-            file = self._create(self._number + 1)
+            file = self._create(self._next)
         except OSError as error:
             raise JournalError(
-                "segments", str(self._path(self._number + 1)), f"cannot be created ({error.strerror})",
+                "segments", str(self._path(self._next)), f"cannot be created ({error.strerror})",
                 "make room on the disk; the request is repeated by its sender",
             ) from error  # fmt: skip
         if self._file not in self._unsynced:
             os.close(self._file)
         self._sealed.add(self._number)
-        self._file, self._number, self._size = file, self._number + 1, 0
+        self._file, self._number, self._size = file, self._next, 0
+        self._next += 1
 
     def _truncate(self, size: int) -> None:
         os.ftruncate(self._file, size)
@@ -175,7 +214,7 @@ class Segments:
         return file
 
     def _path(self, number: int) -> Path:
-        return self._directory / f"{number:06d}.arrow"
+        return self._directory / segment_name(number)
 
     def _check(self, needed: dict[int, int]) -> None:
         for number, end in needed.items():
@@ -188,9 +227,12 @@ class Segments:
                 )  # fmt: skip
 
 
-def _map(path: Path) -> pa.Buffer:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return pa.py_buffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-    finally:
-        os.close(descriptor)
+def segment_name(number: int) -> str:
+    """Of the file."""
+    return f"{number:06d}.arrow"
+
+
+def map_segment(path: Path) -> pa.Buffer:
+    """A read-only map of a whole segment. It needs no open file and outlives the name of the file."""
+    with pa.memory_map(str(path)) as file:
+        return file.read_buffer()
