@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from hypothesis import event, settings
@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from astraflow.contracts import Operator
 from astraflow.dataflow.machine import commands as c
-from astraflow.testing.dataflow import Desk, Rows, check_law, policy_section, small_config, sources
-from astraflow.types import EpisodeLease, Group, SourceView, Task
+from astraflow.dataflow.machine.records import Put
+from astraflow.testing.dataflow import Desk, Rows, check_law, policy_section, row_tokens, small_config, sources
+from astraflow.types import EpisodeLease, Group, SourceView, Task, Tokens
 from astraflow.wire import messages as m
 
 NODES = st.sampled_from(["a", "b"])
@@ -25,6 +26,7 @@ class Dataflow(RuleBasedStateMachine):
 
     policies = {"actor": policy_section(2, 1)}  # noqa: RUF012
     desk: Desk | None = None
+    max_age: int | None = None  # of what is trained again; None: max_staleness
 
     @initialize()
     def begin(self) -> None:
@@ -39,6 +41,7 @@ class Dataflow(RuleBasedStateMachine):
         self.lost: list[tuple[str, EpisodeLease]] = []
         self.accepted: dict[str, int] = {}
         self.content: dict[tuple[str, int], list[str]] = {}
+        self.fresh: dict[tuple[str, int], list[tuple[str, int]]] = {}  # episodes trained for the first time
 
     @rule(node=NODES, n=st.integers(1, 8))
     def lease(self, node: str, n: int) -> None:
@@ -67,7 +70,9 @@ class Dataflow(RuleBasedStateMachine):
     def play_a_round(self, node: str) -> None:
         newest = min(p.latest for p in self.desk.machine.state.policies.values())
         leases = self.desk.lease(6, node)
-        leases = [x for x in leases if max(x.min_versions.values()) <= newest]
+        ahead = [x for x in leases if max(x.min_versions.values()) > newest]  # one policy is, the other cannot be yet
+        self.held += [(node, x) for x in ahead]
+        leases = [x for x in leases if x not in ahead]
         self.desk.commit(leases, lambda x: float(int(x.episode_id[-1]) % 2), version=newest, node=node)
         self.accepted |= {x.episode_id: x.attempt for x in leases}
 
@@ -105,8 +110,12 @@ class Dataflow(RuleBasedStateMachine):
             return
         groups = [f"{g.group_id}: {[(e.part.put, e.advantage) for e in g.entries]}" for g in batch.groups]
         assert self.content.setdefault((name, batch.step), groups) == groups, "the batch changed"
-        oldest = min(v for g in batch.groups for e in g.entries for v in e.part.min_versions)
-        assert oldest >= version - self.policies[name]["batch"]["max_staleness"], "too old"
+        fresh = batch.groups[batch.num_replayed :]
+        self.fresh[name, batch.step] = [(g.group_id, e.sibling) for g in fresh for e in g.entries]
+        assert fresh, "nothing new"
+        for groups, bound in ((batch.groups, self.max_age), (fresh, None)):
+            oldest = min(v for g in groups for e in g.entries for v in e.part.min_versions)
+            assert oldest >= version - (bound or self.policies[name]["batch"]["max_staleness"]), "too old"
         if acked:
             self.desk.ack(batch.step, self.trainer[name], name)
 
@@ -146,8 +155,8 @@ class Dataflow(RuleBasedStateMachine):
     @invariant()
     def nothing_is_in_two_batches(self) -> None:
         for name in self.policies:
-            groups = [g.partition(":")[0] for (n, _), batch in self.content.items() if n == name for g in batch]
-            assert len(groups) == len(set(groups))
+            episodes = [e for (n, _), batch in self.fresh.items() if n == name for e in batch]
+            assert len(episodes) == len(set(episodes))
 
     @invariant()
     def what_is_held_is_known_on_both_sides(self) -> None:
@@ -224,6 +233,105 @@ class Mixed(Dataflow):
         super().teardown()
 
 
+class Operators(Dataflow):
+    """Operators of every phase, with state and tokens; some answers are copies of others."""
+
+    policies: ClassVar[dict[str, Any]] = {
+        "actor": policy_section(
+            1,
+            2,
+            operators=[
+                {"type": "dedup", "window": 3},
+                {"type": "reward_clip", "low": 0.5},
+                {"type": "balance", "smooth": 0.5},
+                "staleness_weight",
+            ],
+            algorithm={"advantage": {"type": "reinforce_pp", "baseline": "group"}},
+        ),
+        "verifier": policy_section(
+            1, 1, operators=["reward_normalize"], algorithm={"advantage": {"type": "per_call", "gamma": 0.5}}
+        ),
+    }
+
+    @initialize()
+    def begin(self) -> None:
+        super().begin()
+        assert self.desk is not None
+
+        def copies(put: Put, rows: Sequence[int]) -> list[Tokens]:
+            return row_tokens(Put(1, put.offset % 128, 1), [row // 3 for row in rows])
+
+        self.desk = Desk(self.desk.config, sources(4), copies)
+        self.desk.start("a", "b")
+
+    def teardown(self) -> None:
+        if self.desk is not None:
+            assert self.desk.machine.state.failure is None
+            policies = self.desk.machine.state.policies
+            event(f"copies: {policies['actor'].dropped.get('dedup', 0) > 0}")
+            event(f"steps of each: {[p.latest for p in policies.values()]}")
+        super().teardown()
+
+
+def _serving(max_staleness: int, *operators: Any, **batch: Any) -> dict[str, Any]:
+    section = policy_section(batch.pop("groups", 16), max_staleness, operators=["keep_all", *operators])
+    section["batch"] |= batch
+    return {"actor": section | {"algorithm": {"loss": "m2po"}}}
+
+
+class Serving(Dataflow):
+    """Gets further than single rules do: what batches are made of shows after a few steps."""
+
+    @rule(data=st.data(), rounds=st.integers(1, 4))
+    def play_and_train(self, data: st.DataObject, rounds: int) -> None:
+        for _ in range(rounds):
+            self.play_a_round("b")
+            self.train(data, acked=True)
+
+
+class Fifo(Serving):
+    """Groups leave in the order of arrival, so some grow too old while they wait."""
+
+    policies = _serving(2, groups=2, order="fifo")
+
+
+class ByTokens(Serving):
+    """A batch closes at nine tokens or three groups; an episode has three tokens."""
+
+    policies = _serving(1, groups=3, tokens=9)
+
+
+class ByEpisodes(Serving):
+    """A batch is three episodes of groups of two."""
+
+    policies = _serving(1, episodes=3)
+
+
+class Replayed(Serving):
+    """Half of a batch is trained again, up to three versions behind, with weights that depend on the batch."""
+
+    max_age = 3
+    policies = _serving(
+        1,
+        {"type": "replay", "ratio": 0.5, "size": 3, "max_age": 3, "max_uses": 3, "selector": "priority"},
+        "staleness_weight",
+        groups=2,
+    )
+
+    def teardown(self) -> None:
+        if self.desk is not None:
+            event(f"replayed: {self.desk.machine.state.policies['actor'].num_replayed > 0}")
+        super().teardown()
+
+
+class ReplayedByEpisodes(Replayed):
+    """Pieces of groups that are cut are trained again together."""
+
+    policies = _serving(
+        1, {"type": "replay", "ratio": 0.5, "size": 3, "max_age": 3}, "staleness_weight", episodes=5, order="fifo"
+    )
+
+
 SETTINGS = settings(max_examples=25, stateful_step_count=50, deadline=None)
 TestDataflow = Dataflow.TestCase
 TestDataflow.settings = SETTINGS
@@ -231,5 +339,17 @@ TestTwoPolicies = TwoPolicies.TestCase
 TestTwoPolicies.settings = SETTINGS
 TestSynchronous = Synchronous.TestCase
 TestSynchronous.settings = SETTINGS
+TestFifo = Fifo.TestCase
+TestFifo.settings = SETTINGS
+TestByTokens = ByTokens.TestCase
+TestByTokens.settings = SETTINGS
+TestByEpisodes = ByEpisodes.TestCase
+TestByEpisodes.settings = SETTINGS
+TestReplayed = Replayed.TestCase
+TestReplayed.settings = SETTINGS
+TestReplayedByEpisodes = ReplayedByEpisodes.TestCase
+TestReplayedByEpisodes.settings = SETTINGS
+TestOperators = Operators.TestCase
+TestOperators.settings = SETTINGS
 TestMixed = Mixed.TestCase
 TestMixed.settings = SETTINGS
