@@ -91,7 +91,9 @@ class Machine:
         self.admission.keep_states()
         for name, chain in self._chains.items():
             self.state.policies[name].operators = chain.state_dicts()
-        return msgspec.json.encode(self.state)
+        encoded = msgspec.json.encode(self.state)
+        self.admission.forget_states()
+        return encoded
 
     @property
     def finished(self) -> bool:
@@ -194,7 +196,7 @@ class Machine:
         for stage, worker_id in command.workers:
             self.stages.leave(stage, worker_id, died=True)
         for stage, entry_id, attempt in command.rows:
-            self.stages.give_back(stage, [(entry_id, attempt)], lost=True)
+            self.stages.take_back(stage, entry_id, attempt)
         for name in command.trainers:
             if (seen := self.live.trainers.get(name)) is not None:
                 seen.silent = True

@@ -50,6 +50,10 @@ def test_every_count_is_within_1_of_its_share_of_all_picks(ratios: list[int]) ->
     assert np.abs(lags(constant(*ratios), [0] * 300)).max() < 1 + 1e-6
 
 
+def test_also_where_picking_the_largest_credit_would_not_be() -> None:
+    assert np.abs(lags(constant(1, 3, 50, 10, 50, 1, 1, 1, 50), [0] * 334)).max() < 1 + 1e-6
+
+
 @given(RATIOS)
 @settings(max_examples=60, deadline=None)
 def test_every_window_is_within_2_and_with_two_sources_within_1(ratios: list[int]) -> None:

@@ -71,7 +71,7 @@ def test_filter_solved_skips_what_is_solved_after_enough_visits() -> None:
     assert operator.admit(task(epoch=5), VIEW) == 0.1
     operator.on_result(group([0.0, 1.0]))  # 0.5 * 1 + 0.5 * 0.5
     assert operator.admit(task(), VIEW) == 1.0
-    assert operator.state_dict() == {"actor": [[0, 2, 0.75]]}
+    assert operator.state_dict() == {"actor": {"rows": [0], "visits": [2], "rates": [0.75]}}
 
 
 def test_filter_solved_keeps_hopeless_rows_unless_below_is_given() -> None:

@@ -59,10 +59,20 @@ class FilterSolved(Operator):
         rows[group.task.row] = (min(visits + 1, self._min_visits), rate)
 
     def state_dict(self) -> dict[str, Any]:
-        return {policy: [[row, *seen] for row, seen in rows.items()] for policy, rows in self._rates.items()}
+        return {
+            policy: {
+                "rows": list(rows),
+                "visits": [v for v, _ in rows.values()],
+                "rates": [m for _, m in rows.values()],
+            }
+            for policy, rows in self._rates.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._rates = {policy: {row: (visits, rate) for row, visits, rate in rows} for policy, rows in state.items()}
+        self._rates = {
+            policy: dict(zip(x["rows"], zip(x["visits"], x["rates"], strict=True), strict=True))
+            for policy, x in state.items()
+        }
 
     def _dull(self, visits: int, rate: float) -> bool:
         if visits < self._min_visits:

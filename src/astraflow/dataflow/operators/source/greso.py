@@ -88,13 +88,13 @@ class Greso(Operator):
             "step": self._step,
             "num_groups": self._num_groups,
             "equal": self._equal,
-            "runs": {policy: list(rows.items()) for policy, rows in self._runs.items()},
+            "runs": {policy: {"rows": list(rows), "z": list(rows.values())} for policy, rows in self._runs.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._p, self._equal = dict(state["p"]), dict(state["equal"])
         self._step, self._num_groups = state["step"], state["num_groups"]
-        self._runs = {policy: dict(rows) for policy, rows in state["runs"].items()}
+        self._runs = {policy: dict(zip(x["rows"], x["z"], strict=True)) for policy, x in state["runs"].items()}
 
     def _probability(self, run: int) -> float:
         if run == 0:
