@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow.config import rooms
@@ -72,6 +72,7 @@ def test_degenerate_groups_give_finite_bounded_advantages(
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=IDS)
+@settings(max_examples=20)
 @given(reward=st.floats(-1e6, 1e6), size=st.integers(1, 9))
 def test_equal_groups_are_exactly_zero(setting: tuple[str, dict[str, Any]], reward: float, size: int) -> None:
     assert advantages(made(setting), group([reward] * size)) == [[0.0] * size]
@@ -81,6 +82,7 @@ REWARDS = st.lists(st.one_of(st.none(), st.floats(-10, 10)), min_size=1, max_siz
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=IDS)
+@settings(max_examples=20)
 @given(rewards=REWARDS)
 def test_unscored_members_take_no_part(setting: tuple[str, dict[str, Any]], rewards: list[float | None]) -> None:
     (whole,) = advantages(made(setting), group(rewards))
@@ -90,6 +92,7 @@ def test_unscored_members_take_no_part(setting: tuple[str, dict[str, Any]], rewa
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=IDS)
+@settings(max_examples=20)
 @given(rewards=st.lists(st.floats(-10, 10), min_size=2, max_size=12))
 def test_a_better_episode_never_gets_less(setting: tuple[str, dict[str, Any]], rewards: list[float]) -> None:
     (result,) = advantages(made(setting), group(rewards))
@@ -123,6 +126,7 @@ def test_group_relative_estimators_by_hand(
     assert advantages(operator, group(rewards))[0] == pytest.approx(expected, abs=1e-5)
 
 
+@settings(max_examples=20)
 @given(rewards=st.lists(st.floats(-10, 10), min_size=2, max_size=12))
 def test_rloo_is_the_distance_from_the_mean_of_the_others(rewards: list[float]) -> None:
     expected = [r - (sum(rewards) - r) / (len(rewards) - 1) for r in rewards]

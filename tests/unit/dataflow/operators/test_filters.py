@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow.contracts import Operator
@@ -103,6 +103,7 @@ def test_dedup_remembers_answers_to_the_same_task_for_a_window_of_groups() -> No
     assert rewards(dedup.on_group(answers([1], row=3, fields=same))) == [0.0]  # the window is past
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=12), st.integers(1, 3), st.data()
 )

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow.contracts import Operator
@@ -44,6 +44,7 @@ def test_reward_normalize_goes_by_all_rewards_of_the_source_so_far() -> None:
     assert rewards(operator, group([100.0, 300.0], source="other")) == pytest.approx([-1.0, 1.0])
 
 
+@settings(max_examples=30)
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=30))
 def test_reward_normalize_is_the_usual_normalisation(values: list[float]) -> None:
     operator = RewardNormalize(clip=0.0, eps=1e-9)
@@ -93,6 +94,7 @@ def test_balance_may_give_each_source_the_same_share() -> None:
     assert weights(Balance(by="groups", share="sources"), groups) == pytest.approx([2 / 3, 2 / 3, 2 / 3, 2])
 
 
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(st.sampled_from("abc"), st.lists(st.integers(1, 500), min_size=1, max_size=4)), min_size=1, max_size=9
