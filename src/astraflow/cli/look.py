@@ -1,4 +1,4 @@
-"""`astraflow status`, `report`, `doctor`: look, change nothing."""
+"""`astraflow status`, `trace`, `report`, `doctor`: look, change nothing."""
 
 from __future__ import annotations
 
@@ -67,6 +67,36 @@ def lines_of(reply: dict[str, Any], indent: str = "") -> list[str]:
             shown = f"{value:.4g}" if isinstance(value, float) else value
             lines.append(f"{indent}{key}: {shown}")
     return lines
+
+
+def trace(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run, such as runs/quickstart.")],
+    task: Annotated[str, typer.Argument(help="SOURCE/EPOCH/ROW, such as train/0/17; as in `group_id`.")],
+    as_json: Annotated[bool, typer.Option("--json", help="The moments as JSON.")] = False,
+) -> None:
+    """The life of one task: admitted, played, judged, queued, trained or dropped, with run times."""
+    import json
+
+    import msgspec
+
+    from astraflow.dataflow.journal.history import read_life
+    from astraflow.dataflow.views.life import life_lines
+    from astraflow.launch.rundir import RunDirectory
+
+    directory = RunDirectory(run_dir)
+    directory.config()
+    life = read_life(directory.journal / "history", task)
+    if as_json:
+        typer.echo(json.dumps([msgspec.structs.asdict(moment) for moment in life.moments], indent=2))
+    elif life.moments:
+        typer.echo("\n".join([f"task {task}", *life_lines(life)]))
+    if not life.moments:
+        rule = "was not admitted by this run"
+        if life.begins_s:
+            rule = (
+                f"is older than the history kept, which begins at {life.begins_s:.3f} s, or was not admitted"
+            )
+        raise LaunchError("task", task, rule, "name it as SOURCE/EPOCH/ROW; metrics.jsonl has all steps")
 
 
 def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run, such as runs/quickstart.")]) -> None:

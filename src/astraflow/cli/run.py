@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 Recipe = Annotated[str, typer.Argument(help="A run file, or the name of a shipped recipe (`astraflow recipes`).")]
 
+AcceptDamage = Annotated[
+    bool, typer.Option("--accept-damage", help="With --resume: go on from the last good command of a damaged journal.")
+]
+
 
 def open_run(recipe: str, overrides: list[str]) -> RunConfig:
     """The checked run file: TOML by path or name, or the `run.resolved.json` of a run directory."""
@@ -50,6 +54,7 @@ def run(
     ctx: typer.Context,
     recipe: Recipe,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of this name.")] = False,
+    accept_damage: AcceptDamage = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be started.")] = False,
 ) -> None:
     """Train: start and supervise every service of a run on this machine, to its end.
@@ -73,10 +78,10 @@ def run(
         typer.echo(f"run directory: {Path(config.run.directory) / config.run.name}")
         return
     check_start(config, here=True)
-    _launch(config, resume=resume, token=token, cores=cores)
+    _launch(config, resume=resume, accept_damage=accept_damage, token=token, cores=cores)
 
 
-def _launch(config: RunConfig, *, resume: bool, token: str | None, cores: int) -> None:
+def _launch(config: RunConfig, *, resume: bool, accept_damage: bool, token: str | None, cores: int) -> None:
     """Run to the end, write the report, say where everything is."""
     from astraflow.launch.claim import claim
     from astraflow.launch.report import write_report
@@ -84,11 +89,12 @@ def _launch(config: RunConfig, *, resume: bool, token: str | None, cores: int) -
     from astraflow.observe.console import progress_display
 
     finished = False
-    with claim(config, resume=resume) as directory:
+    with claim(config, resume=resume, accept_damage=accept_damage) as directory:
         typer.echo(f"run {config.run.name}: {config.run.steps} steps; logs and results in {directory.path}")
         try:
             with progress_display(config.run.name, config.run.steps, directory.metrics) as progress:
-                finished = Supervisor(config, directory, cores, progress, token).run()
+                supervisor = Supervisor(config, directory, cores, progress, token, accept_damage=accept_damage)
+                finished = supervisor.run()
         finally:
             if directory.metrics.exists():
                 write_report(directory.path, progress.status)

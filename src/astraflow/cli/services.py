@@ -1,4 +1,4 @@
-"""`astraflow dataflow`, `node`, `trainer`: each service by hand, one command each, as the launcher does it."""
+"""`astraflow dataflow`, `node`, `trainer`, `stage`: each service by hand, one command each, as the launcher does it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from astraflow.cli.run import Recipe, open_run
+from astraflow.cli.run import AcceptDamage, Recipe, open_run
 
 Parent = Annotated[int, typer.Option("--parent", hidden=True, help="Die with this process.")]
 Url = Annotated[str, typer.Option("--dataflow", help="URL that the dataflow service printed.")]
@@ -26,6 +26,7 @@ def dataflow(
     port: Annotated[int | None, typer.Option(help="0: any free port.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Default: runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the directory.")] = False,
+    accept_damage: AcceptDamage = False,
     ready_file: Annotated[Path | None, typer.Option(help="Written with the URL once the service answers.")] = None,
     token_file: TokenFile = None,
     parent: Parent = 0,
@@ -45,7 +46,7 @@ def dataflow(
         if parent and run_dir is not None:  # the launcher holds the directory and saved the settings
             directory = RunDirectory(run_dir.resolve())
         else:
-            directory = taken.enter_context(claim(config, resume=resume, path=run_dir))
+            directory = taken.enter_context(claim(config, resume=resume, path=run_dir, accept_damage=accept_damage))
         setup_logging("dataflow", directory.path, secrets=(token,))
 
         def on_ready(url: str) -> None:
@@ -55,7 +56,7 @@ def dataflow(
 
         from astraflow.dataflow.service import run_service
 
-        run_service(config, directory.path, sock, token=token, on_ready=on_ready)
+        run_service(config, directory.path, sock, token=token, on_ready=on_ready, accept_damage=accept_damage)
 
 
 def joining(url: str) -> str:
@@ -101,6 +102,23 @@ def node(
         dataflow, name=name or socket.gethostname(), concurrency=concurrency, workers=workers, threads=threads,
         delay_s=delay_s, token=read_token(token_file),
     )  # fmt: skip
+
+
+def stage(
+    name: Annotated[str, typer.Argument(help="A stage of the run file.")],
+    dataflow: Url,
+    threads: Threads = 0,
+    token_file: TokenFile = None,
+    parent: Parent = 0,
+) -> None:
+    """Work for a stage: pull rows that wait for it, add its columns; start as many as you like, anywhere."""
+    _tie(parent)
+    from astraflow.observe.logs import setup_logging
+    from astraflow.stages.worker import run_stage
+
+    token = read_token(token_file)
+    setup_logging(f"stage-{name}", secrets=(token,))
+    run_stage(dataflow, name, threads=threads, token=token)
 
 
 def read_token(token_file: Path | None) -> str | None:

@@ -73,6 +73,7 @@ class Supervisor:
     progress: Progress
     token: str | None = None
     limits: Limits = field(default_factory=Limits)
+    accept_damage: bool = False  # of the journal, at the first start of the dataflow service
     url: str | None = None  # of the dataflow service, once it answered; kept over its restarts
 
     def __post_init__(self) -> None:
@@ -192,10 +193,14 @@ class Supervisor:
             if self.url is not None:  # started again: nodes and trainers know its first port
                 port = urlsplit(self.url).port or port
             where = ["--run-dir", here, "--resume", "--ready-file", str(self.directory.ready_file)]
+            if self.accept_damage and self.url is None:
+                where.append("--accept-damage")
             return ["dataflow", str(self.directory.config_file), "--host", host, "--port", str(port), *where, *parent]
         common = ["--dataflow", _local(self.url or ""), "--threads", str(spec.threads), *parent]
         if spec.role == "trainer":
             return ["trainer", "--policy", spec.subject, "--run-dir", here, *common]
+        if spec.role == "stage":
+            return ["stage", spec.subject, *common]
         node = next(n for n in self.config.rollout.nodes if n.name == spec.subject)
         shape = ["--concurrency", str(node.concurrency), "--workers", str(node.workers), "--delay-s", str(node.delay_s)]
         return ["node", "--name", node.name, *shape, *common]

@@ -244,16 +244,21 @@ class _Node:
         return reply.heartbeat_s
 
     async def _heartbeats(self, period_s: float) -> None:
+        heard: list[tuple[str, int]] = []
         while True:
             stats, versions = self._stats.read(), self._stats.versions()
             try:
-                reply = await self._reach.ask("heartbeat", lambda: self._client.heartbeat(self._id, stats, versions))  # noqa: B023
+                reply = await self._reach.ask(
+                    "heartbeat",
+                    lambda: self._client.heartbeat(self._id, stats, versions, heard),  # noqa: B023
+                )
             except WireError as error:
                 await self._refused(error)
             else:
                 self._hear(reply.versions, reply.finished)
                 if self._runner is not None:
                     self._runner.cancel(reply.cancelled)
+                    heard = reply.cancelled
                 await asyncio.sleep(period_s)
 
     async def _leases(self, runner: Runner) -> None:

@@ -63,7 +63,7 @@ def test_unscored_and_not_a_number_are_the_same() -> None:
 def test_rows_without_tokens_or_without_sampled_tokens_have_no_version() -> None:
     given = trajectory(1.0, tokens=1)
     empty = trajectory(1.0, tokens=0, branch=1)
-    header, table = sent(with_trajectories(empty, given, trajectory(1.0, 2, branch=2)), with_trajectories(empty, k=1))
+    header, table = sent(with_trajectories(empty, given, trajectory(1.0, 2, branch=2)), with_trajectories(given, k=1))
     first, second = episode_commits(header, row_facts(header, table, POLICIES), PUT)
     assert first.parts[0].min_versions == [-1, -1, 2] and first.parts[0].min_version == 2
     assert second.parts[0].max_version == -1

@@ -16,6 +16,7 @@ from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine.admission.gate import Admission
 from astraflow.dataflow.machine.beside.consumers import Consumers
 from astraflow.dataflow.machine.beside.stages import Passed, Stages
+from astraflow.dataflow.machine.commands import Happened
 from astraflow.dataflow.machine.evaluation import Evaluation, success_of
 from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.queues import Queues
@@ -89,6 +90,8 @@ class Routing:
         accounts.release(self._context, (part for k, part in parts.items() if k not in used))
         accounts.release(self._context, (a for k, columns in added.items() if k not in used for a in columns))
         oldest = min(e.part.min_version for e in entries)
+        judged = {"policy": name, "advantages": [round(e.advantage, 4) for e in entries], "weight": result.weight}
+        self._context.out.append(Happened(group.group_id, "judged", judged))
         self.pass_on(name, QueuedGroup(group.group_id, result.weight, oldest, entries))
 
     def pass_on(self, name: str, group: QueuedGroup) -> None:
@@ -98,6 +101,7 @@ class Routing:
 
     def _push(self, name: str, group: QueuedGroup) -> None:
         if self._queues.push(name, group):
+            self._context.out.append(Happened(group.group_id, "queued", {"policy": name}))
             self._consumers.log(name, group)
 
     def _verdict(self, name: str, seen: Group, parts: Parts) -> tuple[Group | str, bool]:

@@ -35,6 +35,7 @@ def row_facts(header: EpisodesHeader, table: pa.Table, policies: Collection[str]
     """
     check_schema(table, TRAJECTORY_SCHEMA)
     names = _check_owners(header, table, policies)
+    _refuse_empty(header, table)
     counts, oldest, newest = _version_stats(table)
     calls, rewards_per_call = _num_calls(table, counts), _rewards_per_call(table)
     for row, given in rewards_per_call.items():
@@ -105,10 +106,29 @@ def _check_owners(header: EpisodesHeader, table: pa.Table, policies: Collection[
     names: list[str] = table.column("policy").to_pylist()
     unknown = set(names).difference(policies)
     if unknown:
+        row = next(i for i, name in enumerate(names) if name in unknown)
         raise SchemaError(
-            "column policy", sorted(unknown)[0], "is not a policy of this run", "known: " + ", ".join(policies)
+            "column policy", names[row], f"is not a policy of this run (row {row})", "known: " + ", ".join(policies)
         )
     return names
+
+
+def _refuse_empty(header: EpisodesHeader, table: pa.Table) -> None:
+    """An episode without an error has tokens."""
+    lengths, start = list_lengths(table.column("token_ids")), 0
+    for episode in header.episodes:
+        end = start + episode.num_rows
+        if episode.error is None and not lengths[start:end].any():
+            raise SchemaError(
+                "episode", episode.episode_id, f"must have tokens or an error (rows {start} to {end})",
+                "commit what ended without an answered call with its error",
+            )  # fmt: skip
+        start = end
+
+
+def _row_of(entry: int, lengths: np.ndarray) -> int:
+    """The row in which this entry of a token column lies."""
+    return int(np.searchsorted(np.cumsum(lengths), entry, "right"))
 
 
 def _version_stats(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -125,11 +145,13 @@ def _version_stats(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     newest = np.full(len(lengths), -1, np.int64)
     if not len(mask):
         return counts, oldest, newest
-    versions = _where_sampled("versions", versions, mask)
-    if not np.isfinite(logprobs).all():
+    versions = _where_sampled("versions", versions, mask, lengths)
+    if not (finite := np.isfinite(logprobs)).all():
+        entry = int(np.argmin(finite))
         raise SchemaError(
-            "column behavior_logprobs", "nan or inf", "must be finite", "drop the episode as an error at its node"
-        )
+            "column behavior_logprobs", float(logprobs[entry]), f"must be finite (row {_row_of(entry, lengths)})",
+            "drop the episode as an error at its node",
+        )  # fmt: skip
     filled = np.flatnonzero(lengths)
     starts = (np.cumsum(lengths) - lengths)[filled]
     counts[filled] = np.add.reduceat(mask.view(np.uint8), starts, dtype=np.int32)
@@ -139,19 +161,19 @@ def _version_stats(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return counts, oldest, newest
 
 
-def _where_sampled(name: str, numbers: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def _where_sampled(name: str, numbers: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """`numbers`, negative exactly where the mask is False: rows should come like that, then nothing is copied."""
     if np.array_equal(numbers >= 0, mask):
         return numbers
     cleared = np.where(mask, numbers, numbers.dtype.type(-1))
     if np.array_equal(cleared >= 0, mask):
         return cleared
+    entry = int(np.flatnonzero((cleared < 0) & mask)[0])
     raise SchemaError(
-        f"column {name}",
-        -1,
-        "must be >= 0 where loss_mask is true",
+        f"column {name}", int(numbers[entry]),
+        f"must be >= 0 where loss_mask is true (row {_row_of(entry, lengths)})",
         "record the engine's version and number of the call",
-    )
+    )  # fmt: skip
 
 
 def _num_calls(table: pa.Table, counts: np.ndarray) -> np.ndarray:
@@ -164,7 +186,7 @@ def _num_calls(table: pa.Table, counts: np.ndarray) -> np.ndarray:
         return (counts > 0).astype(np.int64)
     lengths = list_lengths(table.column("token_ids"))
     mask = flat_values(table.column("loss_mask"))
-    index = _where_sampled("call_index", index, mask)
+    index = _where_sampled("call_index", index, mask, lengths)
     calls = np.zeros(len(lengths), np.int64)
     filled = np.flatnonzero(lengths)
     starts = (np.cumsum(lengths) - lengths)[filled]
@@ -177,6 +199,9 @@ def _rewards_per_call(table: pa.Table) -> dict[int, tuple[float, ...]]:
     found = {}
     for row in np.flatnonzero(list_lengths(column)).tolist():
         values = column[row].as_py()
-        if all(v is not None and math.isfinite(v) for v in values):
-            found[row] = tuple(values)
+        if not all(math.isfinite(v) for v in values):
+            raise SchemaError(
+                "column rewards_per_call", values, f"must be finite (row {row})", "give a reward for each call, or none"
+            )
+        found[row] = tuple(values)
     return found

@@ -7,8 +7,9 @@
 | lost      | episode, attempt, node, why (given back, silent, training is over)              |
 | committed | episode, attempt, node, reward per policy, tokens, error                        |
 | refused   | episode, attempt, node, why                                                     |
-| queued    | policy, and what the operators made of it                                       |
-| columns   | policy, stage                                                                   |
+| judged    | policy; advantages and weight that its operators made                           |
+| columns   | policy, stage, episode                                                          |
+| queued    | policy                                                                          |
 | batch     | policy, step                                                                    |
 | trained   | policy, step                                                                    |
 | dropped   | policy, reason                                                                  |
@@ -34,6 +35,8 @@ def moments_of(command: c.Command, applied: Applied, machine: Machine) -> Iterat
             yield from _leased(command, applied.reply, machine)
         case c.CommitEpisodes():
             yield from _committed(command, applied.reply)
+        case c.AddColumns():
+            yield from _columns(command, applied.reply)
     why = "given back" if isinstance(command, c.DrainNode) else "silent" if isinstance(command, c.Expire) else "over"
     for instruction in applied.instructions:
         match instruction:
@@ -78,6 +81,14 @@ def _committed(command: c.CommitEpisodes, answers: dict[str, str]) -> Iterator[F
             fields["reward"] = {part.policy: part.reward for part in episode.parts}
             fields["tokens"] = sum(part.num_tokens for part in episode.parts)
         yield group_id, "committed", fields
+
+
+def _columns(command: c.AddColumns, answers: dict[str, str]) -> Iterator[Found]:
+    for entry_id, answer in answers.items():
+        policy, _, rest = entry_id.partition("/")
+        group_id, _, k = rest.rpartition("/")
+        fields = {"policy": policy, "stage": command.stage, "episode": int(k) if k.isdecimal() else -1}
+        yield group_id, "columns" if answer == "accepted" else "refused", {**fields, "why": answer}
 
 
 def _batch(what: str, policy: str, step: int, machine: Machine) -> Iterator[Found]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from astraflow.dataflow.compaction import Compaction
+from astraflow.dataflow.journal.log import Journal
 from astraflow.dataflow.machine.records import PolicyState, SourceState
 from astraflow.dataflow.state import Machine
+from astraflow.dataflow.views.law import imbalance, task_imbalance
 from astraflow.observe.metrics import MetricsRegistry
 
 
@@ -24,6 +28,7 @@ def status(machine: Machine, now: float) -> dict[str, Any]:
             "dropped": state.dropped,
             "in_flight": len(state.tasks),
         },
+        "imbalance": {"tasks": task_imbalance(state), "groups": {name: imbalance(state, name) for name in state.policies}},
         "episodes": {
             "committed": state.num_episodes,
             "leased": sum(len(n.held) for n in state.nodes.values()),
@@ -109,8 +114,20 @@ def _nodes(machine: Machine, now: float) -> list[dict[str, Any]]:
     return nodes
 
 
-def prometheus_text(machine: Machine) -> bytes:
-    """The state in Prometheus' text format, read at the moment of the scrape."""
+def journal_status(journal: Journal, compaction: Compaction) -> dict[str, Any]:
+    """How the journal fares. `damage`: what was found at the start of this service."""
+    return {
+        "command": journal.seq,
+        "since_snapshot": journal.num_since_snapshot,
+        "snapshots": compaction.num_snapshots,
+        "failed_snapshots": compaction.num_failures,
+        "released_bytes": compaction.waiting_bytes,
+        "damage": [{"file": d.file, "at": d.position, "lost": d.num_lost} for d in journal.recovered.damage],
+    }
+
+
+def prometheus_text(machine: Machine, refused: Mapping[str, int]) -> bytes:
+    """The state in Prometheus' text format, read at the moment of the scrape. `refused`: requests by reason."""
     state, registry = machine.state, MetricsRegistry()
     for name, policy in state.policies.items():
         registry.set("astraflow_policy_version", policy.latest, policy=name)
@@ -121,6 +138,7 @@ def prometheus_text(machine: Machine) -> bytes:
         registry.set("astraflow_groups_limit", machine.admission.limit(name), policy=name)
         registry.set("astraflow_groups_admitted_total", policy.admitted, policy=name)
         registry.set("astraflow_groups_trained_total", policy.trained, policy=name)
+        registry.set("astraflow_accounting_imbalance", imbalance(state, name), policy=name)
         for reason, count in policy.dropped.items():
             registry.set("astraflow_groups_dropped_total", count, policy=name, reason=reason)
         for reason, count in policy.dropped_episodes.items():
@@ -130,6 +148,8 @@ def prometheus_text(machine: Machine) -> bytes:
         registry.set("astraflow_source_tasks_in_flight", source.in_flight, source=name)
         for operator, count in source.skipped.items():
             registry.set("astraflow_tasks_skipped_total", count, source=name, operator=operator)
+    for reason, count in refused.items():
+        registry.set("astraflow_refused_total", count, reason=reason)
     registry.set("astraflow_episodes_committed_total", state.num_episodes)
     registry.set("astraflow_episodes_refused_total", state.num_refused)
     registry.set("astraflow_leases_lost_total", state.num_lost)
