@@ -83,7 +83,7 @@ def entry_rows(entries: Sequence[Entry | StagedEntry], puts: Mapping[int, Put]) 
 def entry_table(rows: EntryRows, read: Read) -> pa.Table:
     """The rows with what stages added; columns are views of what `read` gives, unless there are many pieces.
 
-    A column added under a name that rows have already replaces it. It is null where an entry lacks it.
+    A value added under a name that rows have already replaces that of the row. It is null where an entry lacks it.
     """
     table = _table(rows.pieces, read)
     for added in rows.added:
@@ -93,8 +93,14 @@ def entry_table(rows: EntryRows, read: Read) -> pa.Table:
             index[added.places] = np.arange(len(added.places))
             more = more.take(pa.array(index, mask=index < 0))
         for field in more.schema:
+            field = field.with_nullable(True)
             at, column = table.schema.get_field_index(field.name), more.column(field.name)
-            table = table.append_column(field, column) if at < 0 else table.set_column(at, field, column)
+            if at < 0:
+                table = table.append_column(field, column)
+            else:
+                import pyarrow.compute as pc  # takes a while to load, and few runs need it
+
+                table = table.set_column(at, field, pc.coalesce(column, table.column(at)))
     return table
 
 
