@@ -180,6 +180,8 @@ class RewardModel:
                 if time.monotonic() > deadline or len(data) > _MOST_BYTES:
                     response.close()
                     raise Unscored("timeout", f"{url} was not done in {self._timeout_s:g} s and {_MOST_BYTES} bytes")
+        except urllib3.exceptions.NewConnectionError as error:
+            raise Unscored("unreachable", str(error)) from error
         except urllib3.exceptions.TimeoutError as error:
             raise Unscored("timeout", f"{url} gave no answer in {self._timeout_s:g} s") from error
         except urllib3.exceptions.HTTPError as error:

@@ -103,11 +103,15 @@ class Worker:
                 with contextlib.suppress(WireError):  # they are offered again after lease_s anyway
                     self._client.stage_leave(self._name, self._id)
 
+    def stats(self) -> dict[str, float]:
+        """What the worker and its stage counted."""
+        return {**self._stats, **self._run.stats}
+
     def _lease(self) -> tuple[m.StageRows, pa.Table]:
         request_id = uuid.uuid4().hex  # a request whose answer is lost is asked again, and gets the same rows
         return self._reach.ask(
             lambda: self._client.stage_lease(
-                self._name, self._id, self._rows, wait_s=POLL_S, request_id=request_id, stats=self._all_stats()
+                self._name, self._id, self._rows, wait_s=POLL_S, request_id=request_id, stats=self.stats()
             )
         )
 
@@ -167,9 +171,6 @@ class Worker:
         types = {"token": pa.list_(pa.float32()), "row": pa.float32(), "reward": pa.float32()}
         return pa.schema([(name, types[kind]) for name, kind in self._stage.adds.items()]).empty_table()
 
-    def _all_stats(self) -> dict[str, float]:
-        return {**self._stats, **self._run.stats}
-
     @contextlib.contextmanager
     def _signs_of_life(self, client: DataflowClient) -> Iterator[None]:
         ended = threading.Event()
@@ -177,7 +178,7 @@ class Worker:
         def beat() -> None:
             while not ended.wait(self._lease_s / 4):
                 try:
-                    client.stage_lease(self._name, self._id, 0, stats=self._all_stats())
+                    client.stage_lease(self._name, self._id, 0, stats=self.stats())
                 except WireError as error:  # the main thread asks the same service, and says what is wrong
                     log.debug("sign of life: %s", error)
 

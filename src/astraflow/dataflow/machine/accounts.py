@@ -129,10 +129,19 @@ def _check_anything_left(context: Context, name: str, policy: PolicyState) -> No
     else:
         rule = "groups were dropped in a row without one batch"
         most = max(policy.dropped, key=lambda reason: policy.dropped[reason])
-        fix = _ADVICE.get(most, f"loosen what drops groups as '{most}', see policies.{name}.operators")
+        fix = _ADVICE.get(most) or _stage_advice(context, most)
+        fix = fix or f"loosen what drops groups as '{most}', see policies.{name}.operators"
     where = f"policies.{name}.batch.max_dropped_groups"
     rule, fix = f"{rule} (so far: {reasons})", f"{fix}; or raise this limit"
     fail(context, Failed("NothingToTrainOn", where, str(limit), rule, fix))
+
+
+def _stage_advice(context: Context, reason: str) -> str:
+    """What to mend when a stage is the reason; "": it is none."""
+    stage = reason.removeprefix("stage_")
+    if stage == reason or stage not in context.state.stages:
+        return ""
+    return f"mend stages.{stage}, whose last failure was: {context.state.stages[stage].last_problem}"
 
 
 def _failing(context: Context) -> tuple[str, str]:

@@ -250,6 +250,7 @@ class StageState(msgspec.Struct):
     num_done: int = 0
     num_lost: int = 0  # leases that ran out or came back refused
     refused: dict[str, int] = {}  # reason -> entries
+    last_problem: str = ""  # why an attempt ended without columns, in words
 
 
 class ConsumerLog(msgspec.Struct):

@@ -37,6 +37,10 @@ from astraflow.dataflow.machine.records import (
     StageWorker,
 )
 
+_PROBLEM_CHARS = 300
+_SILENT = "a worker fell silent while it held rows; see its log, or raise lease_s"
+_HANGS = "a worker kept rows for ten times lease_s; see its log, raise lease_s or lower rows"
+
 
 def topic(stage: str) -> str:
     """What requests for rows of a stage wait for."""
@@ -201,7 +205,7 @@ class Stages:
         for given in bad:
             reason = given.problem.partition(":")[0]
             state.refused[reason] = state.refused.get(reason, 0) + 1
-        first = bad[0].problem.partition(": ")[2]
+        first = state.last_problem = bad[0].problem.partition(": ")[2][:_PROBLEM_CHARS]
         self._context.out.append(Event("stage_refused", {"stage": stage, "entries": len(bad), "first": first}))
         self.give_back(stage, [(x.entry_id, x.attempt) for x in bad], lost=True)
 
@@ -227,10 +231,17 @@ class Stages:
         if worker is None:
             return
         if died and worker.held:
+            self._context.state.stages[stage].last_problem = _SILENT
             fields = {"stage": stage, "worker_id": worker_id, "entries": len(worker.held)}
             self._context.out.append(Event("stage_worker_died", fields))
         self.give_back(stage, list(worker.held.items()), lost=died)
         del self._context.state.stages[stage].workers[worker_id]
+
+    def take_back(self, stage: str, entry_id: str, attempt: int) -> None:
+        """A worker that lives has kept an entry for too long."""
+        if stage in self.plans:
+            self._context.state.stages[stage].last_problem = _HANGS
+        self.give_back(stage, [(entry_id, attempt)], lost=True)
 
     def give_back(self, stage: str, leases: Iterable[tuple[str, int]], *, lost: bool) -> None:
         """Offer these attempts again; `lost` counts towards `max_attempts`. Others than current are ignored."""

@@ -1,0 +1,223 @@
+"""The worker loop against a real service: work, faults of the stage, a restart, the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pytest
+
+from astraflow.config.schema import RunConfig
+from astraflow.dataflow.client import DataflowClient
+from astraflow.errors import ConfigError, WireError
+from astraflow.stages.context import StageRun, build_stage
+from astraflow.stages.worker import Reach, Worker, run_stage
+from astraflow.testing.dataflow import check_law, policy_section, small_config, sources
+from astraflow.testing.runs import wait_until
+from astraflow.testing.services import DataflowThread, PlayingNode
+from astraflow.testing.stages import EchoStage
+from astraflow.wire.messages import Resume
+
+
+def config_of(stages: dict[str, Any], steps: int = 3, **changes: Any) -> RunConfig:
+    policy = policy_section(2, 1, operators=["keep_all"])
+    return small_config(run__steps=steps, policies__actor=policy, stages=stages, **changes)
+
+
+ECHO = {"type": "astraflow.testing.stages:EchoStage", "lease_s": 2.0}
+
+
+@contextmanager
+def in_background(work: Callable[[], Any]) -> Iterator[threading.Thread]:
+    """`work` in a thread that must end by itself."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def train(service: DataflowThread, steps: int, first: int = 0) -> list[pa.Table]:
+    """Be the trainer of "actor" for so many steps."""
+    client = DataflowClient(service.url, give_up_s=5.0)
+    if first == 0:
+        run_id = client.run().run_id
+        client.resume("actor", Resume(trainer_id="t", version=0, urls=("file:///w",), run_id=run_id))
+    tables = []
+    for version in range(first, first + steps):
+        got = client.batch("actor", "t", version, wait_s=20)
+        assert got is not None, client.status()
+        client.ack(got[0], "t")
+        tables.append(got[1])
+    client.close()
+    return tables
+
+
+def check_echo(tables: list[pa.Table]) -> None:
+    rows = [row for table in tables for row in table.to_pylist()]
+    assert rows and all(row["echo"] == [float(i) for i in row["token_ids"]] for row in rows)
+    names = [(row["episode_id"], row["branch"]) for row in rows]
+    assert len(names) == len(set(names))
+
+
+def test_every_row_has_its_column_and_the_worker_leaves_with_the_run(tmp_path: Path) -> None:
+    stages = {"echo": ECHO, "sum": {"type": "astraflow.testing.stages:EchoSumStage"}}
+    with DataflowThread(config_of(stages), tmp_path, sources=sources()) as service, PlayingNode(service.url):
+        work = [in_background(lambda name=name: run_stage(service.url, name)) for name in stages]  # type: ignore[misc]
+        with work[0], work[1]:
+            tables = train(service, 3)
+        check_echo(tables)
+        assert all(row["echo_sum"] == sum(row["token_ids"]) for table in tables for row in table.to_pylist())
+        state = service.call(lambda: service.shell.machine.state.stages)
+        assert state["echo"].num_done >= 12 and not state["echo"].workers and not state["echo"].refused
+        service.call(lambda: check_law(service.shell.machine))
+
+
+def test_a_service_that_starts_again_is_waited_for(tmp_path: Path) -> None:
+    with DataflowThread(config_of({"echo": ECHO}, 6), tmp_path, sources=sources()) as service:
+        with PlayingNode(service.url), in_background(lambda: run_stage(service.url, "echo")):
+            tables = train(service, 2)
+            service.restart(pause_s=0.5)
+            tables += train(service, 4, first=2)
+        check_echo(tables)
+        assert service.call(lambda: service.shell.machine.state.policies["actor"].trained) == 12
+        service.call(lambda: check_law(service.shell.machine))
+
+
+def work_until(service: DataflowThread, config: RunConfig, stage: Any, reached: Callable[[], bool]) -> dict[str, float]:
+    """Let `stage` work until something is reached; gives what the worker counted."""
+    stop = threading.Event()
+    run = StageRun(config, "echo", stop=stop)
+    client = DataflowClient(service.url, give_up_s=2.0)
+    worker = Worker(client, run, stage, Reach(stop))
+    with in_background(lambda: worker.work(DataflowClient(service.url, give_up_s=2.0))):
+        wait_until(lambda: service.call(reached), "what the stage should do", 20)
+        stop.set()
+    client.close()
+    return worker.stats()
+
+
+class FailsOn(EchoStage):
+    """Fails whenever a row holds one marked token."""
+
+    def __init__(self, marked: int) -> None:
+        super().__init__()
+        self.marked, self.calls = marked, list[int]()
+
+    def run(self, rows: pa.Table) -> pa.Table:
+        self.calls.append(rows.num_rows)
+        if any(self.marked in row for row in rows.column("token_ids").to_pylist()):
+            raise ValueError("I do not like this one")
+        return super().run(rows)
+
+
+def test_one_bad_entry_costs_its_group_and_no_other(tmp_path: Path) -> None:
+    config = config_of({"echo": {**ECHO, "max_attempts": 2}})
+    with DataflowThread(config, tmp_path, sources=sources()) as service:
+        DataflowClient(service.url).resume(
+            "actor", Resume(trainer_id="t", version=0, urls=(), run_id=service.shell.run_id)
+        )
+        state = service.shell.machine.state
+        with PlayingNode(service.url):
+            wait_until(lambda: service.call(lambda: len(state.staged) == 4), "four groups", 20)
+            first = service.call(lambda: next(iter(state.staged.values())).group_id)
+            stage = FailsOn(marked_token(service, first))
+            stats = work_until(
+                service, config, stage, lambda: state.policies["actor"].dropped.get("stage_echo", 0) == 1
+            )
+        assert stats["failed"] >= 2 and max(stage.calls) > 1
+        dropped = service.call(lambda: dict(state.policies["actor"].dropped))
+        assert dropped == {"stage_echo": 1}
+        service.call(lambda: check_law(service.shell.machine))
+
+
+def marked_token(service: DataflowThread, group_id: str) -> int:
+    """A token that only this group has."""
+    from astraflow.dataflow.storage.columns import staged_rows
+
+    def read() -> dict[str, set[int]]:
+        state, found = service.shell.machine.state, {}
+        for group in state.staged.values():
+            rows = staged_rows(list(group.entries.values()), ["token_ids"], state.puts, service.shell.segments.read)
+            found[group.group_id] = {i for ids in rows.table.column("token_ids").to_pylist() for i in ids}
+        return found
+
+    tokens = service.call(read)
+    others = set().union(*(ids for name, ids in tokens.items() if name != group_id))
+    return min(tokens[group_id] - others)
+
+
+@pytest.mark.parametrize("wrong", ["rows", "dtype", "nan", "raises"])
+def test_a_stage_that_breaks_its_contract_stops_the_run_by_name(tmp_path: Path, wrong: str) -> None:
+    policy = policy_section(2, 1, max_dropped_groups=3, operators=["keep_all"])
+    config = small_config(policies__actor=policy, stages={"echo": {**ECHO, "max_attempts": 2}})
+    with DataflowThread(config, tmp_path, sources=sources()) as service, PlayingNode(service.url):
+        client = DataflowClient(service.url, give_up_s=2.0)
+        client.resume("actor", Resume(trainer_id="t", version=0, urls=(), run_id=client.run().run_id))
+        stop = threading.Event()
+        worker = Worker(client, StageRun(config, "echo", stop=stop), EchoStage(wrong=wrong), Reach(stop))
+        with pytest.raises(WireError, match=r"stage_echo 3.*stages\.echo"):
+            worker.work(DataflowClient(service.url, give_up_s=2.0))
+        service.call(lambda: check_law(service.shell.machine))
+        client.close()
+
+
+class Silent(EchoStage):
+    """Never comes back, until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def run(self, rows: pa.Table) -> pa.Table:
+        self.released.wait(20)
+        return super().run(rows)
+
+
+def test_a_stop_gives_the_rows_back_at_once(tmp_path: Path) -> None:
+    config = config_of({"echo": {**ECHO, "lease_s": 60.0}})
+    with DataflowThread(config, tmp_path, sources=sources()) as service, PlayingNode(service.url):
+        client = DataflowClient(service.url, give_up_s=2.0)
+        client.resume("actor", Resume(trainer_id="t", version=0, urls=(), run_id=client.run().run_id))
+        stop, stage = threading.Event(), Silent()
+        worker = Worker(client, StageRun(config, "echo", stop=stop), stage, Reach(stop))
+        state = service.shell.machine.state.stages["echo"]
+        with in_background(lambda: worker.work(DataflowClient(service.url, give_up_s=2.0))):
+            wait_until(lambda: service.call(lambda: bool(state.workers)), "a lease", 20)
+            stop.set()
+            stage.released.set()
+        assert service.call(lambda: (len(state.workers), state.num_lost, state.num_done)) == (0, 0, 0)
+        service.call(lambda: check_law(service.shell.machine))
+        client.close()
+
+
+def test_signs_of_life_go_out_while_the_stage_works(tmp_path: Path) -> None:
+    config = config_of({"echo": {**ECHO, "lease_s": 0.4}})
+    with DataflowThread(config, tmp_path, sources=sources()) as service, PlayingNode(service.url):
+        client = DataflowClient(service.url, give_up_s=2.0)
+        client.resume("actor", Resume(trainer_id="t", version=0, urls=(), run_id=client.run().run_id))
+        state = service.shell.machine.state.stages["echo"]
+        work_until(service, config, EchoStage(delay_s=1.0), lambda: state.num_done > 0)
+        assert state.num_lost == 0
+        client.close()
+
+
+class Plain:
+    """No constructor, no `run`."""
+
+    needs: ClassVar[tuple[str, ...]] = ("token_ids",)
+    adds: ClassVar[dict[str, str]] = {"plain": "row"}
+
+
+def test_a_stage_gets_its_options_and_the_run_only_if_it_asks() -> None:
+    stages = {"echo": {**ECHO, "delay_s": 0.5}, "plain": {"type": f"{__name__}:Plain"}}
+    config = config_of({"echo": stages["echo"]})
+    assert build_stage(StageRun(config, "echo")).needs == ("token_ids",)
+    with pytest.raises(ConfigError, match="stage='eco' is not in the run; known: echo"):
+        build_stage(StageRun(config, "eco"))
