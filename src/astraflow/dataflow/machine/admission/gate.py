@@ -7,8 +7,8 @@ and this group is in the next one: the trainer is then at most at v + S, hence s
 the order of their age. Groups that overtake break that argument, not the bound: the check at hand-out is hard.
 Example: G = 16, S = 0: 16 groups are admitted, nothing more until their step is acknowledged: synchronous training.
 
-Where a batch is not G fresh groups (`batch.tokens`, `batch.episodes`, replay), the gate is F < f + S * m: f are the fresh
-groups of the batch that is being trained, or that the next one needs, and m is the mean of the last batches. The
+Where a batch is not G fresh groups (`batch.tokens`, `batch.episodes`, replay), the gate is F < f + S * m: f are the
+fresh groups of the batch that is being trained, or that the next one needs, and m is the mean of the last batches. The
 argument holds as long as m moves slowly, and f keeps a trainer from waiting for groups that are never admitted
 (`serving.pacing`).
 
