@@ -34,7 +34,9 @@ from astraflow.contracts import Source
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.admission.gate import Admission
 from astraflow.dataflow.machine.beside.consumers import Consumers
+from astraflow.dataflow.machine.beside.consumers import topic as consumer_topic
 from astraflow.dataflow.machine.beside.stages import Stages
+from astraflow.dataflow.machine.beside.stages import topic as stage_topic
 from astraflow.dataflow.machine.evaluation import Evaluation
 from astraflow.dataflow.machine.leases import Leases
 from astraflow.dataflow.machine.liveness import Liveness
@@ -85,6 +87,7 @@ class Machine:
         )
         self.leases = Leases(self.context, self.admission, self.evaluation, self.routing.complete)
         self.live = Liveness(self.context, self.stages.plans)
+        self._told = False  # whoever waits for rows knows that there will be no more
 
     def snapshot(self) -> bytes:
         """The whole state as JSON."""
@@ -112,6 +115,10 @@ class Machine:
         context = self.context
         context.now, context.out = now, []
         reply = self._dispatch(command, now)
+        if self.finished and not self._told:
+            self._told = True
+            names = [*map(stage_topic, self.stages.plans), *map(consumer_topic, self.state.policies)]
+            context.out += map(c.Wake, names)
         for instruction in context.out:
             if isinstance(instruction, c.Cancel) and (seen := self.live.nodes.get(instruction.node_id)):
                 seen.cancelled.append((instruction.episode_id, instruction.attempt))

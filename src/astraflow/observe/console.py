@@ -135,6 +135,12 @@ def waiting_line(status: Mapping[str, Any], elapsed_s: float) -> str:
             f"{name} waits for step {int(policy.get('version', 0)) + 1}: {policy.get('queue', 0)} groups are complete, "
             f"{gate.get('in_flight', 0)} of {gate.get('limit', 0)} in flight"
         )
+    for name, stage in dict(status.get("stages", {})).items():
+        if stage["waiting"] or stage["leased"]:
+            waits.append(f"{stage['waiting'] + stage['leased']} episodes wait for stage {name}")
+    for name, consumer in dict(status.get("consumers", {})).items():
+        if consumer["holds"]:
+            waits.append(f"consumer {name} is behind and holds new tasks")
     nodes = status.get("nodes", [])
     return f"[{_clock(elapsed_s)}] " + ("; ".join(waits) or "the run starts") + f"; {len(nodes)} nodes"
 
@@ -177,6 +183,11 @@ def _pool_lines(status: Mapping[str, Any]) -> list[str]:
         refused = "  ".join(f"{operator} {count}" for operator, count in dict(source.get("skipped", {})).items())
         if refused:
             lines.append(f"source {name}: {source.get('admitted')} admitted; skipped: {refused}")
+    for name, stage in dict(status.get("stages", {})).items():
+        lines.append(
+            f"stage {name}: {stage['waiting']} wait, {stage['leased']} leased, {stage['done']} done by "
+            f"{len(stage['workers'])} workers" + (f", {stage['lost']} lost" if stage["lost"] else "")
+        )
     rounds = status.get("evaluation", {}).get("open", [])
     lines += [f"evaluation of version {r['version']}: {r['done']} of {r['of']} tasks" for r in rounds]
     return lines

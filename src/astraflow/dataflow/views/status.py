@@ -9,6 +9,7 @@ from astraflow.dataflow.compaction import Compaction
 from astraflow.dataflow.journal.log import Journal
 from astraflow.dataflow.machine.records import PolicyState, SourceState
 from astraflow.dataflow.state import Machine
+from astraflow.dataflow.views.beside import consumers_status, set_metrics, stages_status
 from astraflow.dataflow.views.law import imbalance, task_imbalance
 from astraflow.observe.metrics import MetricsRegistry
 
@@ -39,6 +40,8 @@ def status(machine: Machine, now: float) -> dict[str, Any]:
             "first_errors": state.first_errors,
         },
         "nodes": _nodes(machine, now),
+        "stages": stages_status(machine, now),
+        "consumers": consumers_status(machine),
         "evaluation": {
             "done": machine.evaluation.done,
             "open": [{"version": r.version, "done": r.num_done, "of": r.num_tasks} for r in state.rounds],
@@ -155,6 +158,7 @@ def prometheus_text(machine: Machine, refused: Mapping[str, int]) -> bytes:
     registry.set("astraflow_leases_lost_total", state.num_lost)
     for kind, count in state.errors.items():
         registry.set("astraflow_episode_errors_total", count, kind=kind)
+    set_metrics(machine, registry)
     for node_id, node in state.nodes.items():
         registry.set("astraflow_node_leases", len(node.held), node=node_id)
     for node_id, seen in machine.live.nodes.items():

@@ -78,8 +78,8 @@ def rows_from_table(table: pa.Table) -> TokenRows:
 
 
 def rows_to_score(table: pa.Table) -> TokenRows:
-    """Every sampled token of the rows of whole episodes, forks expanded. `versions` holds the place of each token in the
-    flat column `token_ids`, so that what is computed for a target finds its way back.
+    """Every sampled token of the rows of whole episodes, forks expanded. `versions` holds the place of each token in
+    the flat column `token_ids`, so that what is computed for a target finds its way back.
 
     Args: table: with the columns `episode_id`, `branch`, `parent_branch`, `fork_at`, `token_ids`, `loss_mask`.
     Raises: TrainingError: as `rows_from_table`.
