@@ -92,6 +92,7 @@ def _as_group(context: Context, name: str, group: QueuedGroup) -> Group:
         episode_ids=[f"{group.group_id}/{e.sibling}" for e in group.entries],
         rewards=[p.reward for p in parts],
         rewards_per_call=[p.rewards_per_call for p in parts],
+        num_calls=[p.num_calls for p in parts],
         metrics=[{"success": e.success} for e in group.entries],
         num_tokens=[p.num_tokens for p in parts],
         num_truncated=[p.num_truncated for p in parts],
