@@ -14,7 +14,8 @@ from astraflow.errors import DataflowError
 from astraflow.types import BatchHeader, Episode
 from astraflow.wire import messages as m
 from astraflow.wire.client import HttpClient
-from astraflow.wire.codec import CONTENT_TYPE, encode_episodes, read_stream, stream_pieces
+from astraflow.wire.codec import CONTENT_TYPE, read_stream, stream_pieces
+from astraflow.wire.episodes import episode_pieces
 from astraflow.wire.local import HOST_HEADER
 
 
@@ -61,7 +62,7 @@ class DataflowClient:
         nodes = {e.node_id for e in episodes}
         if len(nodes) > 1:
             raise DataflowError("node_id", sorted(nodes), "must be one per commit", "commit for each node by itself")
-        pieces = stream_pieces(*encode_episodes(episodes, episodes[0].node_id))
+        pieces = episode_pieces(episodes, episodes[0].node_id)
         return self._http.post_stream("/episodes", pieces, m.EpisodesReply).results
 
     def resume(self, policy: str, resume: m.Resume) -> m.ResumeReply:

@@ -15,10 +15,10 @@ from astraflow.types import Episode, EpisodeLease, Task, Trajectory
 from astraflow.wire.codec import (
     TRAINING_SCHEMA,
     check_schema,
-    encode_episodes,
     read_stream,
     write_stream,
 )
+from astraflow.wire.episodes import encode_episodes
 from astraflow.wire.messages import EpisodesHeader
 
 POLICIES = ("actor", "verifier")

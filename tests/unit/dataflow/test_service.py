@@ -17,7 +17,8 @@ from astraflow.errors import DataflowError, Unauthorized, WireError
 from astraflow.testing.dataflow import Rows, episode, policy_section, small_config, sources, trajectory
 from astraflow.types import EpisodeLease
 from astraflow.wire import messages as m
-from astraflow.wire.codec import CONTENT_TYPE, TRAINING_SCHEMA, check_schema, encode_episodes, write_stream
+from astraflow.wire.codec import CONTENT_TYPE, TRAINING_SCHEMA, check_schema, write_stream
+from astraflow.wire.episodes import encode_episodes
 
 Serve = Callable[..., Any]
 ARROW = {"content-type": CONTENT_TYPE}

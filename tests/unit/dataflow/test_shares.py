@@ -17,7 +17,8 @@ from astraflow.dataflow.storage.batches import BatchRows, batch_rows, batch_tabl
 from astraflow.dataflow.storage.rows import episode_commits, row_facts
 from astraflow.testing.dataflow import episode, trajectory
 from astraflow.types import EpisodeLease, Task
-from astraflow.wire.codec import TRAINING_SCHEMA, encode_episodes, read_stream, write_stream
+from astraflow.wire.codec import TRAINING_SCHEMA, read_stream, write_stream
+from astraflow.wire.episodes import encode_episodes
 from astraflow.wire.messages import EpisodesHeader, Ok
 
 

@@ -7,18 +7,21 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from astraflow.errors import SchemaError
 from astraflow.types import Episode, Task, Trajectory
+from astraflow.wire import episodes as episodes_module
 from astraflow.wire.codec import (
     TRAJECTORY_SCHEMA,
     check_schema,
-    encode_episodes,
     flat_values,
     list_lengths,
     read_stream,
+    stream_pieces,
     write_stream,
 )
+from astraflow.wire.episodes import encode_episodes, episode_pieces
 from astraflow.wire.messages import EpisodesHeader, Ok
 
 
@@ -119,3 +122,22 @@ def test_a_stream_without_or_with_another_header_is_refused() -> None:
         read_stream(sink.getvalue(), EpisodesHeader)
     with pytest.raises(SchemaError, match="must be a EpisodesHeader"):
         read_stream(write_stream(Ok(), batch), EpisodesHeader)
+
+
+@pytest.mark.parametrize("lengths", [[40_000, 30_000, 0, 5], [9, 70_000], [1] * 3])
+def test_the_pieces_of_a_commit_are_its_stream(lengths: list[int]) -> None:
+    made = episode(lengths)
+    every_other = made.trajectories[0]
+    made.trajectories[0] = replace(every_other, token_ids=np.repeat(every_other.token_ids, 2)[::2])  # not contiguous
+    pieces = episode_pieces([made, episode([3])], "n")
+    whole = write_stream(*encode_episodes([made, episode([3])], "n"))
+    assert b"".join(pieces) == whole.to_pybytes()
+    assert (len(pieces) > 4) is (sum(lengths) > 65_536)
+
+
+def test_a_writer_that_copies_its_buffers_gets_whole_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        episodes_module, "stream_pieces", lambda header, rows, instead=None: stream_pieces(header, rows)
+    )
+    made = [episode([70_000])]
+    assert b"".join(episode_pieces(made, "n")) == write_stream(*encode_episodes(made, "n")).to_pybytes()
