@@ -48,7 +48,7 @@ from astraflow.wire.local import Inbox
 log = logging.getLogger("astraflow.dataflow")
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(c.Command).decode
-_QUIET = ("dropped",)  # events too frequent for the log
+_QUIET = ("dropped", "episodes_dropped")  # events too frequent for the log
 _EVENTS_KEPT = 1000  # per listener; a slow one misses events, nobody waits for it
 
 

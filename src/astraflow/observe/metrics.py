@@ -43,7 +43,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("astraflow_refused_total", "counter", "requests", "malformed requests, by what was wrong", ("reason",)),
     Metric("astraflow_groups_replayed_total", "counter", "groups", "groups trained again, each time", ("policy",)),
     Metric("astraflow_groups_stored", "gauge", "groups", "trained groups that may be trained again", ("policy",)),
-    Metric("astraflow_dropped_episodes_total", "counter", "episodes", "of trained groups", ("policy", "reason")),
+    Metric("astraflow_dropped_episodes_total", "counter", "episodes", "left out of groups", ("policy", "reason")),
     Metric("astraflow_source_tasks_admitted_total", "counter", "tasks", "tasks admitted", ("source",)),
     Metric("astraflow_source_tasks_in_flight", "gauge", "tasks", "admitted, neither trained nor dropped", ("source",)),
     Metric("astraflow_tasks_skipped_total", "counter", "tasks", "tasks that were refused", ("source", "operator")),

@@ -10,11 +10,12 @@ from collections.abc import Iterable
 
 from astraflow.dataflow.machine.commands import DropSegment, Event, Wake
 from astraflow.dataflow.machine.plan import Context
-from astraflow.dataflow.machine.records import Added, Entry, Failed, Part, PolicyState, Put, QueuedGroup, TaskAccount
+from astraflow.dataflow.machine.records import Added, Entry, Failed, Part, PolicyState, Put, TaskAccount
 from astraflow.types import error_kind
 
 RECENT_GROUPS = 4096
-UNSCORED = "unscored"  # reason of a group that had no reward, or failures of several kinds
+UNSCORED = "unscored"  # reason of a group that had no reward, or failures of several kinds; of an episode without one
+LEFT_OUT = "left_out"  # reason of a scored episode that an operator took out of its group
 _MESSAGE_CHARS = 300
 _MOST_REASONS = 64  # of drops, per policy: operators of users name their own
 _ADVICE = {
@@ -61,12 +62,13 @@ def settle_dropped(context: Context, name: str, group_id: str, reason: str, *, f
         _check_anything_left(context, name, policy)
 
 
-def drop_episodes(context: Context, name: str, group: QueuedGroup, reason: str) -> None:
-    """These scored episodes of a group that counts as trained will not be trained."""
-    policy, num = context.state.policies[name], len(group.entries)
-    policy.dropped_episodes[reason] = policy.dropped_episodes.get(reason, 0) + num
-    fields = {"policy": name, "group_id": group.group_id, "reason": reason, "episodes": num}
-    context.out.append(Event("episodes_dropped", fields))
+def drop_episodes(context: Context, name: str, group_id: str, num: int, reason: str) -> None:
+    """So many episodes with rows will not be trained by policy `name`, though their group goes on or was trained."""
+    if num:
+        counts = context.state.policies[name].dropped_episodes
+        counts[reason] = counts.get(reason, 0) + num
+        fields = {"policy": name, "group_id": group_id, "reason": reason, "episodes": num}
+        context.out.append(Event("episodes_dropped", fields))
 
 
 def of_sources(context: Context) -> dict[str, float]:

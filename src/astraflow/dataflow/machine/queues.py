@@ -218,7 +218,7 @@ class Queues:
         rest, policy.rest = policy.rest, None
         if rest is not None:
             accounts.release_entries(self._context, rest.group.entries)
-            accounts.drop_episodes(self._context, name, rest.group, reason)
+            accounts.drop_episodes(self._context, name, rest.group.group_id, len(rest.group.entries), reason)
             accounts.settle_trained(self._context, name, rest.group.group_id)
 
     def _drop(self, name: str, group: QueuedGroup, reason: str) -> None:

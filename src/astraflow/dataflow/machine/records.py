@@ -157,7 +157,7 @@ class PolicyState(msgspec.Struct):
     trained: int = 0
     dropped: dict[str, int] = {}
     num_dropped: int = 0
-    dropped_episodes: dict[str, int] = {}  # scored episodes that were left of groups that count as trained
+    dropped_episodes: dict[str, int] = {}  # episodes with rows, of groups that were not dropped
     dropped_in_row: int = 0  # since the last batch was formed
     failed_in_row: int = 0  # of those, groups whose episodes failed or had no reward
     operators: list[dict[str, Any]] = []  # operator states, filled for a snapshot

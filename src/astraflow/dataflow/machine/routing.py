@@ -77,6 +77,7 @@ class Routing:
         """
         seen = as_group(name, group, parts, self._context)
         self._admission.on_result(seen)
+        rewards = [r for i, r in zip(seen.episode_ids, seen.rewards, strict=True) if _sibling(i) in parts]
         result, failed = self._verdict(name, seen, parts)
         entries = [] if isinstance(result, str) else _entries(group, result, parts, added)
         if not entries and not isinstance(result, str):
@@ -89,6 +90,10 @@ class Routing:
         used = {e.sibling for e in entries}
         accounts.release(self._context, (part for k, part in parts.items() if k not in used))
         accounts.release(self._context, (a for k, columns in added.items() if k not in used for a in columns))
+        unscored = sum(reward is None for reward in rewards)
+        accounts.drop_episodes(self._context, name, group.group_id, unscored, accounts.UNSCORED)
+        left_out = len(rewards) - unscored - len(entries)
+        accounts.drop_episodes(self._context, name, group.group_id, left_out, accounts.LEFT_OUT)
         oldest = min(e.part.min_version for e in entries)
         judged = {"policy": name, "advantages": [round(e.advantage, 4) for e in entries], "weight": result.weight}
         self._context.out.append(Happened(group.group_id, "judged", judged))

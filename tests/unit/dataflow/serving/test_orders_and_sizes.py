@@ -7,6 +7,7 @@ import json
 import pytest
 
 from astraflow.config.schema import RunConfig
+from astraflow.dataflow.machine.commands import MetricsRow
 from astraflow.dataflow.machine.records import Batch
 from astraflow.dataflow.machine.serving import pacing
 from astraflow.dataflow.views.status import status
@@ -218,3 +219,21 @@ def test_the_gate_of_episode_batches_counts_pieces_as_fractions() -> None:
         check_law(desk.machine)
     assert pacing.fresh_groups(desk.machine.context.plan.policies["actor"], policy) == pytest.approx(0.5)
     assert sum(policy.dropped.values()) + sum(policy.dropped_episodes.values()) == 0
+
+
+def test_episodes_that_their_group_goes_without_are_counted_by_reason() -> None:
+    section = policy_section(1, 0, operators=[{"type": "length_filter", "max_tokens": 5, "min_episodes": 2}])
+    desk = started(small_config(workflow__group_size=5, policies={"actor": section}))
+    leases = desk.lease(5)
+    desk.commit(leases[:2], [0.0, 1.0])
+    desk.commit(leases[2:3], [1.0], tokens=9)
+    desk.commit(leases[3:4], [None])
+    desk.commit(leases[4:], [1.0], error="env: broke")
+    assert [len(g.entries) for g in desk.take(0).groups] == [2]
+    state = desk.machine.state
+    assert state.policies["actor"].dropped_episodes == {"unscored": 1, "left_out": 1}
+    assert state.errors == {"env": 1}
+    desk.ack(1)
+    rows = [i for i in desk.instructions if isinstance(i, MetricsRow)]
+    assert rows[0].metrics["episodes/dropped/left_out"] == 1
+    check_law(desk.machine)
