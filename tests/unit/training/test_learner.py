@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from astraflow.algorithms.losses import PpoClip
 from astraflow.config.schema import RunConfig
 from astraflow.errors import ConfigError
 from astraflow.training.learner import Learner
@@ -134,6 +135,25 @@ def test_an_interrupted_step_keeps_the_version(make_config, batches, tmp_path):
         learner.train(batches[0])
     assert learner.version == 0 and learner.store.versions() == [0]
     learner.close()
+
+
+class Uncorrected(PpoClip):
+    """A loss of a user."""
+
+
+class Corrected(PpoClip):
+    """One that says it corrects off-policy data."""
+
+    corrects_off_policy = True
+
+
+def test_replay_of_old_data_asks_the_loss_of_a_user_whether_it_corrects_them(make_config, tmp_path):
+    operators = [{"type": "replay", "max_age": 5}]
+    config = make_config(operators=operators, algorithm={"loss": f"{__name__}:Uncorrected"})
+    with pytest.raises(ConfigError, match=r"operators.0.max_age=5 must be <= policies.actor.batch.max_staleness=1"):
+        Learner(config, "actor", tmp_path / "a")
+    config = make_config(operators=operators, algorithm={"loss": f"{__name__}:Corrected"})
+    Learner(config, "actor", tmp_path / "b").close()
 
 
 def test_a_wrong_loss_option_is_named(make_config, tmp_path):

@@ -8,8 +8,9 @@ import pytest
 
 from astraflow.config.schema import RunConfig
 from astraflow.dataflow.machine.commands import MetricsRow
-from astraflow.dataflow.machine.records import Batch
+from astraflow.dataflow.machine.records import Batch, Entry, Part, PolicyState, QueuedGroup
 from astraflow.dataflow.machine.serving import pacing
+from astraflow.dataflow.machine.serving.waiting import Waiting
 from astraflow.dataflow.views.status import status
 from astraflow.testing.dataflow import Desk, check_law, policy_section, small_config, sources
 from astraflow.types import EpisodeLease
@@ -81,12 +82,13 @@ def test_the_bound_holds_in_order_of_arrival_and_drops_are_counted() -> None:
 
 
 def test_keys_of_groups_that_left_do_not_pile_up() -> None:
-    desk = started(config(groups=1, max_staleness=3, order="fifo", steps=400))
-    waiting = desk.machine.context.waiting["actor"]
-    for version in range(300):
-        desk.play(2, version)
-        desk.step(version)
-    assert len(waiting._ages) + len(waiting._order) < 300
+    waiting = Waiting(PolicyState(), "fifo")
+    part = Part("actor", 1, [0], [5], 5, 3, 0, 1.0)
+    for number in range(1000):
+        waiting.push(QueuedGroup(f"train/0/{number}", 1.0, 5, [Entry(part, 0.5, 1.0)]))
+        assert waiting.pop()[1].group_id == f"train/0/{number}"
+    assert len(waiting._ages) + len(waiting._order) < 200
+    assert waiting.size == waiting.last_chance(5) == (0, 0, 0)
 
 
 def play_tokens(desk: Desk, sizes: list[int], version: int = 0) -> None:
