@@ -3,12 +3,13 @@
 SHELL := /bin/bash
 VENV ?= .venv
 PEERS ?= .venv-peers
+PEERS_TQ ?= .venv-peers-tq
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup quickstart two-nodes smollm2 test lint format types faults bench-loop bench-quickstart bench-gateway bench-peers bench-check two-hosts clean
+.PHONY: help setup quickstart two-nodes smollm2 test lint format types faults soak bench-loop bench-quickstart bench-gateway bench-dataflow bench-pool bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -77,7 +78,11 @@ types: $(VENV)/.dev  ## mypy --strict
 	@$(BIN)/mypy
 
 faults: $(VENV)/.dev  ## kill, delay, cut and corrupt: the accounting law must hold
+	@OMP_NUM_THREADS=1 $(BIN)/python -m astraflow.testing.faults
 	@$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+
+soak: $(VENV)/.dev  ## 300 steps of 1 MB rollouts: memory, open files and disk stay flat
+	@$(BIN)/python -m astraflow.testing.faults.soak $(ARGS)
 
 bench-loop: $(VENV)/.dev  ## speed of the whole loop against a plain single-process loop
 	@$(BIN)/python -m benchmarks.bench_loop $(ARGS)
@@ -93,10 +98,26 @@ $(PEERS)/.ready: $(VENV)/.python benchmarks/peers/README.md
 	@$(BIN)/python -m venv "$(PEERS)"
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install torch==2.13.0
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install trl==1.16.0 datasets accelerate transformers jinja2
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install -e .
 	@touch $@
 
 bench-peers: $(VENV)/.dev $(PEERS)/.ready  ## time to reward 0.5 against TRL, in an environment of its own
 	@$(BIN)/python -m benchmarks.bench_peers $(ARGS)
+
+bench-dataflow: $(VENV)/.dev  ## puts, gets, picks and wake-ups of the data service beside memcpy, TCP and TransferQueue
+	@$(BIN)/python -m benchmarks.bench_dataflow --peers=$(PEERS_TQ)/bin/python $(ARGS)
+
+bench-pool: $(VENV)/.dev  ## 1,000 simulated nodes and 8 policies against one data service
+	@$(BIN)/python -m benchmarks.bench_pool $(ARGS)
+
+$(PEERS_TQ)/.ready: $(VENV)/.python benchmarks/peers/README.md
+	@echo "environment $(PEERS_TQ) with TransferQueue (once)"
+	@$(BIN)/python -m venv "$(PEERS_TQ)"
+	@$(PEERS_TQ)/bin/python -m pip --disable-pip-version-check --quiet install torch==2.13.0
+	@$(PEERS_TQ)/bin/python -m pip --disable-pip-version-check --quiet install TransferQueue==0.1.11 numpy psutil
+	@touch $@
+
+bench-peers-tq: $(PEERS_TQ)/.ready  ## prepare the environment of TransferQueue, which bench-dataflow then measures too
 
 bench-check: $(VENV)/.dev  ## list the figures of benchmarks/results that fall short
 	@$(BIN)/python -m benchmarks.bench_check $(ARGS)
