@@ -96,7 +96,7 @@ class LaunchedRun:
 
     def pids(self, role: Role) -> list[int]:
         """Processes of this run that serve `role`, started by the launcher (Linux)."""
-        return [pid for pid in _children(self.popen.pid) if _verb(pid) == role]
+        return [pid for pid in children_of(self.popen.pid) if _verb(pid) == role]
 
     def kill(self, role: Role) -> int:
         """`kill -9` of one process of `role`; returns its pid.
@@ -132,7 +132,8 @@ class LaunchedRun:
         return loaded
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """Processes that this one started (Linux)."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         found += [int(word) for word in task.read_text().split()]

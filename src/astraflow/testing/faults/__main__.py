@@ -1,0 +1,42 @@
+"""`python -m astraflow.testing.faults [RUNS] [KILLS] [NETWORK RUNS]`: the drills of `make faults`, as a table."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from astraflow.testing.faults.drill import Result, kill_drill, network_drill
+
+_COLUMNS = f"{'seed':>4} {'tasks':>5} {'trained':>7} {'restarts':>8} {'s':>5}  {'result':<6} dropped; faults\n"
+
+
+def main(runs: int = 17, kills: int = 3, network: int = 6) -> int:
+    """0: every run was right."""
+    with tempfile.TemporaryDirectory(prefix="astraflow-drill-") as place:
+        parent = Path(place)
+        sys.stdout.write(_COLUMNS)
+        results = [_told(kill_drill(parent, parent / "cache", seed, kills)) for seed in range(runs)]
+        results += [_told(network_drill(parent, parent / "cache", seed)) for seed in range(network)]
+    wrong = sum(bool(result.problems) for result in results)
+    num_tasks = sum(result.admitted for result in results)
+    sys.stdout.write(
+        f"{runs * kills} kills, {network} runs on a bad network, {num_tasks} tasks: {wrong} runs are wrong\n"
+    )
+    return int(wrong > 0)
+
+
+def _told(result: Result) -> Result:
+    dropped = " ".join(f"{reason}:{count}" for reason, count in sorted(result.dropped.items())) or "-"
+    sys.stdout.write(
+        f"{result.seed:>4} {result.admitted:>5} {result.trained:>7} {result.restarts:>8} {result.wall_s:>5.1f}  "
+        f"{'wrong' if result.problems else 'ok':<6} {dropped}; {result.faults}\n"
+    )
+    for problem in result.problems[:10]:
+        sys.stdout.write(f"      {problem}\n")
+    sys.stdout.flush()
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))
