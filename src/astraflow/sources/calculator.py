@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from astraflow.errors import SourceError
 from astraflow.sources.splits import check_row, check_size, check_split, digest, members, problem_at
 
 OPERATORS = "+-*"
@@ -44,11 +45,21 @@ class CalculatorSource:
     60 of the 300 problems are held out for good: no train row and no demonstration contains one.
     """
 
-    def __init__(self, *, split: str = "train", size: int = 0, seed: int = 0, demos: bool = False) -> None:
-        """`size`: rows; 0: each distinct problem once. `demos`: rows `{messages, tools}` from train problems only."""
+    def __init__(
+        self, *, split: str = "train", ops: str = OPERATORS, size: int = 0, seed: int = 0, demos: bool = False
+    ) -> None:
+        """`ops`: only problems with one of these operators, "+" for sums. `size`: rows; 0: each distinct problem once.
+        `demos`: rows `{messages, tools}` from train problems only.
+        """
         check_size("sources.calculator", size)
+        if not ops or len(set(ops)) != len(ops) or not set(ops) <= set(OPERATORS):
+            raise SourceError(
+                "sources.calculator.ops", ops, f"must be some of {OPERATORS}, each once", "use '+' for sums only"
+            )
         self._split = check_split("sources.calculator", split)
-        self._problems = members("calculator", NUM_PROBLEMS, NUM_HELDOUT, "train" if demos else self._split)
+        every = members("calculator", NUM_PROBLEMS, NUM_HELDOUT, "train" if demos else self._split)
+        self._problems = tuple(problem for problem in every if _parts(problem)[1] in ops)
+        self._ops = "".join(op for op in OPERATORS if op in ops)
         self._size = size or len(self._problems)
         self._seed, self._demos = seed, demos
 
@@ -63,7 +74,7 @@ class CalculatorSource:
         return {"text": f"{a}{op}{b}?", "answer": str(_value(a, op, b)), "a": a, "b": b, "op": op}
 
     def fingerprint(self) -> str:
-        return digest("calculator", 1, self._split, self._size, self._seed, self._demos)
+        return digest("calculator", 1, self._split, self._ops, self._size, self._seed, self._demos)
 
     def _demo(self, index: int, a: int, op: str, b: int) -> dict[str, Any]:
         """Right with probability SHARE_RIGHT, else another train problem is called and a random answer given."""

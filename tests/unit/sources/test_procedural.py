@@ -34,6 +34,22 @@ def test_all_problems_are_there_once():
     assert len(texts) == len(set(texts)) == 300
 
 
+def test_operators_part_the_problems_of_each_split():
+    for split in ("train", "heldout", "all"):
+        parts = [rows(CalculatorSource(split=split, ops=op)) for op in "+-*"]
+        assert all({row["op"] for row in part} == {op} for op, part in zip("+-*", parts, strict=True))
+        texts = {row["text"] for part in parts for row in part}
+        assert texts == {row["text"] for row in rows(CalculatorSource(split=split))}
+    assert rows(CalculatorSource(ops="*-")) == rows(CalculatorSource(ops="-*"))
+    assert CalculatorSource(ops="*-").fingerprint() == CalculatorSource(ops="-*").fingerprint()
+    assert len({CalculatorSource(ops=ops, size=9).fingerprint() for ops in ("+", "-", "+-", "+-*")}) == 4
+
+
+def test_demonstrations_of_some_operators_call_no_others():
+    texts = {text for row in rows(CalculatorSource(demos=True, ops="+", size=300)) for text in demo_texts(row)}
+    assert {text[1] for text in texts} == {"+"}
+
+
 def test_answers_are_right():
     for row in rows(CalculatorSource(split="all")):
         a, b = row["a"], row["b"]
@@ -79,6 +95,9 @@ def test_sums_split_is_disjoint_and_covers_everything():
     [
         (lambda: CalculatorSource(split="test"), ["split", "test", "heldout"]),
         (lambda: CalculatorSource(size=-1), ["size", "-1"]),
+        (lambda: CalculatorSource(ops="/"), ["ops", "/", "+-*"]),
+        (lambda: CalculatorSource(ops="++"), ["ops", "++", "each once"]),
+        (lambda: CalculatorSource(ops=""), ["ops", "+-*"]),
         (lambda: SumsSource(largest=1), ["largest", "2..999"]),
         (lambda: CalculatorSource().row(240), ["row", "240", "0..239"]),
         (lambda: SumsSource().row(-1), ["row", "-1"]),
