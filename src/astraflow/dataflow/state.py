@@ -213,16 +213,11 @@ class Machine:
             self.context.out.append(c.Event("trainer_silent", {"policy": name, "batch_lease_s": limit}))
 
     def _reopen(self, now: float) -> None:
-        state, plan = self.state, self.context.plan
+        state = self.state
         if state.failure is not None:
             state.failure = None
             self.admission.reopen()
             for policy in state.policies.values():
                 policy.dropped_in_row = policy.failed_in_row = 0
-        if (
-            plan.evaluation is not None and not 0 <= state.next_round <= plan.steps
-        ):  # the run was made longer or shorter
-            newest, every = min(p.latest for p in state.policies.values()), plan.evaluation.every
-            following = min((max(newest, 0) // every + 1) * every, plan.steps)
-            state.next_round = following if state.next_round > plan.steps or not self.context.training_over else -1
+        self.evaluation.reopen()
         self.live.restart(now)

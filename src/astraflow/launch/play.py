@@ -124,17 +124,17 @@ async def _play(config: RunConfig, leases: list[EpisodeLease], options: PlayOpti
     hello = Hello(
         config.workflow.type, config.workflow.options, list(config.policies), f"{await url}/v1", limits.pulse_s
     )
-    pool = WorkerPool(1, hello, lambda: None, limits)
+    pool = WorkerPool(1, hello, lambda: runner.start_waiting(), limits)
     runner = Runner(
         RunnerOptions(NODE_ID, options.concurrency), gateway, {n: e.engine for n, e in endpoints.items()}, pool,
         episodes.append,
     )  # fmt: skip
     try:
         await pool.start()
-        watch = asyncio.create_task(pool.watch())
         work = asyncio.create_task(_feed(runner, leases))
-        done, _ = await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (watch, work):
+        tasks = {work, *(asyncio.create_task(c) for c in (pool.watch(), runner.keep_deadlines(limits.pulse_s)))}
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
             task.cancel()
         for task in done:
             task.result()

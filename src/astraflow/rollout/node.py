@@ -149,7 +149,7 @@ class _Node:
         self.tasks.spawn("heartbeat loop", self._heartbeats(heartbeat_s))
         runner = self._runner = await self._build(config)
         self.tasks.spawn("commit loop", self._committer.run())
-        self.tasks.spawn("deadline loop", self._deadlines(runner))
+        self.tasks.spawn("deadline loop", runner.keep_deadlines(self._options.limits.pulse_s))
         leases = self.tasks.spawn("lease loop", self._leases(runner))
         settle_memory()
         log.info("playing up to %d episodes at once", self._options.concurrency)
@@ -287,12 +287,6 @@ class _Node:
             self._hear({}, True)
         else:
             raise error
-
-    async def _deadlines(self, runner: Runner) -> None:
-        while True:
-            await asyncio.sleep(min(self._options.limits.pulse_s, runner.patience_s))
-            runner.start_waiting()
-            runner.expire_waiting()
 
 
 async def _raise_when_ended(engine: Engine) -> None:

@@ -117,7 +117,14 @@ class Runner:
             ):
                 self._start(play)
 
-    def expire_waiting(self) -> None:
+    async def keep_deadlines(self, period_s: float) -> None:
+        """Forever: every `period_s` start what can start and give up on what waited too long."""
+        while True:
+            await asyncio.sleep(min(period_s, self._options.patience_s))
+            self.start_waiting()
+            self._expire_waiting()
+
+    def _expire_waiting(self) -> None:
         """Give up on episodes whose weights (or worker) did not come in time: they fail, as data."""
         now = time.monotonic()
         for play in [p for p in self._waiting.values() if now > p.deadline]:
@@ -137,11 +144,6 @@ class Runner:
         """Stop everything; nothing of it is committed."""
         for play in list(self._plays.values()):
             self._abandon(play)
-
-    @property
-    def patience_s(self) -> float:
-        """How long an episode waits for the newest weights."""
-        return self._options.patience_s
 
     @property
     def num_in_play(self) -> int:

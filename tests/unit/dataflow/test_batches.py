@@ -317,3 +317,17 @@ def test_a_step_leaves_one_row_of_metrics(desk: Desk) -> None:
     metrics = rows[0].metrics
     assert metrics["loss"] == 0.25 and metrics["reward/mean"] == 0.5 and metrics["success/mean"] == 0.5
     assert metrics["groups/admitted"] == 4 and metrics["groups/trained"] == 2 and metrics["groups/in_flight"] == 2
+
+
+def test_a_bound_that_was_lowered_holds_for_what_already_waits() -> None:
+    desk = Desk(small_config(run__steps=9, policies={"actor": policy_section(1, 3)}))
+    desk.start()
+    desk.play(8)
+    desk.step(0)
+    desk.step(1)
+    desk.keep_snapshot()
+    desk.config = small_config(run__steps=9, policies={"actor": policy_section(1, 1)})
+    desk.restart()
+    desk.resume(2)
+    assert desk.take(2) is None
+    assert desk.machine.state.policies["actor"].dropped == {"stale": 2}

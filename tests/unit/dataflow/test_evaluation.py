@@ -7,6 +7,7 @@ import pytest
 from astraflow.dataflow.machine import commands as c
 from astraflow.testing.dataflow import Desk, check_law, small_config
 from astraflow.types import EpisodeLease
+from astraflow.wire import messages as m
 
 SECTION = {"source": "held", "every": 2, "samples": 2}
 
@@ -151,5 +152,28 @@ def test_a_run_that_is_made_shorter_still_ends_with_a_round(played: int) -> None
         desk.play(100, version)
         desk.step(version)
     finish_rounds(desk, version=max(played, 2))
+    assert desk.machine.finished
+    assert [r["eval/version"] for r in desk.machine.state.results] == [0, 2]
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_cut_at_its_newest_version_has_one_round_of_it(finished: bool) -> None:
+    desk = Desk(small_config(run__steps=9, evaluation={**SECTION, "every": 2}))
+    desk.start()
+    for version in range(2):
+        finish_rounds(desk, version=version)
+        desk.play(100, version)
+        desk.step(version)
+    if finished:
+        finish_rounds(desk, version=2)
+    else:
+        assert "eval" in {lease.purpose for lease in desk.lease(2)}
+    desk.keep_snapshot()
+    desk.config = small_config(run__steps=2, evaluation={**SECTION, "every": 2})
+    desk.restart()
+    desk.resume(2)
+    desk.pass_time(1000.0)
+    desk.do(c.JoinNode(m.Join(node_id="n", name="n", capacity=8, run_id="r")))
+    finish_rounds(desk, version=2)
     assert desk.machine.finished
     assert [r["eval/version"] for r in desk.machine.state.results] == [0, 2]

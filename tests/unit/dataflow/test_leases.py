@@ -183,3 +183,15 @@ def test_a_group_of_one_is_not_unscored() -> None:
     desk.commit(desk.lease(1))
     batch = desk.take(0)
     assert batch is not None and [e.advantage for e in batch.groups[0].entries] == [0.0]
+
+
+def test_a_lease_held_over_a_restart_still_runs_out() -> None:
+    desk = Desk(small_config())
+    desk.start()
+    (lease,) = desk.lease(1)
+    desk.restart()
+    for _ in range(40):
+        desk.now += 1.0
+        desk.machine.live.hear_node("n", desk.now)
+    expire = desk.pass_time(0.0)
+    assert expire is not None and expire.leases == [(lease.episode_id, 1)] and not expire.nodes

@@ -11,7 +11,7 @@ import pytest
 from rollout_scripts import EOS, IDS, SYMBOLS, ids, right_calls
 
 from astraflow.engines.scripted import ScriptedEngine
-from astraflow.errors import AstraFlowError
+from astraflow.errors import AstraFlowError, EngineError
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.gateway.tools import BracketParser
@@ -209,11 +209,21 @@ async def test_an_episode_waits_for_its_weights():
 async def test_weights_that_never_come_are_an_error_that_names_them():
     async with bench() as made:
         made.runner.accept([lease("outcome", version=9, timeout_s=0.1)])
-        async with asyncio.timeout(10):
-            while not made.episodes:
-                await asyncio.sleep(0.02)
-                made.runner.expire_waiting()
+        deadlines = asyncio.create_task(made.runner.keep_deadlines(0.02))
+        await made.play(count=1)
+        deadlines.cancel()
         assert made.episodes[0].error.startswith("weights: of actor did not come in")
+
+
+async def test_what_an_engine_that_ended_left_unfinished_is_not_committed():
+    async with bench(held=True) as made:
+        made.runner.accept([lease("outcome")])
+        async with asyncio.timeout(10):
+            while not made.engine.seen:
+                await asyncio.sleep(0.01)
+            made.engine.fail(EngineError("engine", "KeyError", "ended its thread", "see its log"))
+            await made.runner.emptied()
+        assert (made.episodes, made.runner.endings) == ([], {"cancelled": 1})
 
 
 async def test_a_cancelled_episode_is_stopped_and_not_committed():

@@ -16,9 +16,11 @@ from astraflow.errors import EpisodeError, Unauthorized, Unreachable, WeightErro
 from astraflow.rollout.commit import MAX_EPISODES, Committer, Reach
 from astraflow.rollout.loop import Guarded, in_thread
 from astraflow.rollout.policies import Weights
+from astraflow.rollout.worker.channel import Answer, Cancel, Done, Drop, Hello, Start
 from astraflow.rollout.worker.client import LLM, CallError
 from astraflow.rollout.worker.outcome import outcome_of
-from astraflow.types import Outcome, WeightVersion
+from astraflow.rollout.worker.player import Worker
+from astraflow.types import Outcome, Task, WeightVersion
 
 
 @given(st.none() | st.floats(-9, 9) | st.integers(-9, 9) | st.booleans())
@@ -264,3 +266,18 @@ async def test_a_thread_gives_results_and_errors():
         await in_thread(lambda: 1 / 0, "t")
     with pytest.raises(RuntimeError, match="SystemExit"):
         await in_thread(lambda: exec("raise SystemExit(3)"), "t")  # noqa: S102
+
+
+async def test_an_answer_and_a_cancel_in_one_turn_end_the_episode_as_cancelled():
+    worker, sent, asked = Worker(), [], asyncio.Event()
+    worker.channel = SimpleNamespace(send=lambda message: (sent.append(message), asked.set()))
+    worker._begin(Hello("rollout_scripts:ask_once", {}, ["actor"], "http://127.0.0.1:1/v1", 60.0))
+    asked.clear()
+    worker._on_message(Start(0, "key", Task("train", 0, 0, {"text": "1+1?"}), 60.0))
+    await asked.wait()
+    ask = sent[-1]
+    worker._on_message(Answer(ask.call, 200, b"{}"))
+    worker._on_message(Cancel(0))
+    await asyncio.wait(worker._episodes.values(), timeout=20)
+    assert [m.error for m in sent if isinstance(m, Done)] == ["cancelled: the episode was stopped"]
+    assert not [m for m in sent if isinstance(m, Drop)]

@@ -44,6 +44,17 @@ class Evaluation:
             state.next_round = later if version < plan.steps else -1
             self._context.out.append(Wake("leases"))
 
+    def reopen(self) -> None:
+        """The run may have been made longer or shorter: which round is next. No version gets a second one."""
+        plan, state = self._context.plan, self._context.state
+        if plan.evaluation is None or 0 <= state.next_round <= plan.steps:
+            return
+        newest, every = min(p.latest for p in state.policies.values()), plan.evaluation.every
+        following = min((max(newest, 0) // every + 1) * every, plan.steps)
+        known = {r.version for r in state.rounds} | {int(r["eval/version"]) for r in state.results}
+        wanted = state.next_round > plan.steps or not self._context.training_over
+        state.next_round = following if wanted and following not in known else -1
+
     def next_group(self) -> OpenGroup | None:
         """Open the next task of the oldest round that has one."""
         context = self._context

@@ -128,8 +128,8 @@ class Worker:
             try:
                 return await future
             except asyncio.CancelledError:
-                del self._calls[call]
-                self.channel.send(Drop(start.slot, call))
+                if self._calls.pop(call, None) is not None:  # None: the answer came in the same turn of the loop
+                    self.channel.send(Drop(start.slot, call))
                 raise
 
         url = self._hello.base_url

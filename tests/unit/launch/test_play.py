@@ -1,0 +1,33 @@
+"""Episodes without a run: whatever becomes of the worker, `play` ends."""
+
+from __future__ import annotations
+
+from astraflow.config.schema import RunConfig
+from astraflow.launch.play import PlayOptions, play
+from astraflow.types import Task
+
+DIES = """
+import os
+
+async def solve(task, llm):
+    if task["dies"]:
+        os._exit(3)
+    return 1.0
+"""
+
+
+def test_the_rest_is_played_after_a_worker_died(tmp_path, monkeypatch):
+    (tmp_path / "dying_agent.py").write_text(DIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "p", "steps": 1},
+            "sources": {"train": {"type": "sums"}},
+            "workflow": {"type": "dying_agent:solve"},
+            "policies": {"actor": {"model": "tiny-char", "engine": {"type": "scripted", "script": ["."]}}},
+        }
+    )
+    tasks = [Task("train", row, 0, {"dies": row == 0}) for row in range(3)]
+    episodes = play(config, {}, tasks, PlayOptions(concurrency=1))
+    kinds = [(e.error or "").partition(":")[0] for e in episodes]
+    assert kinds[0] == "worker_killed" and "worker_killed" not in kinds[1:] and len(kinds) == 3
