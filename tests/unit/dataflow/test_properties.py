@@ -332,6 +332,101 @@ class ReplayedByEpisodes(Replayed):
     )
 
 
+class Staged(Serving):
+    """Stages before and after the operators, one that needs another's column, readers that hold and that skip."""
+
+    policies = {"actor": policy_section(2, 1), "verifier": policy_section(1, 2)}  # noqa: RUF012
+    stages: ClassVar[dict[str, Any]] = {
+        "sum": {"type": "astraflow.testing.stages:EchoSumStage", "policies": ["actor"], "max_attempts": 2},
+        "echo": {"type": "astraflow.testing.stages:EchoStage"},
+        "judge": {"type": "astraflow.testing.stages:EchoReward", "policies": ["verifier"], "max_attempts": 2},
+    }
+    consumers: ClassVar[dict[str, Any]] = {
+        "slow": {"max_behind": 5, "policies": ["actor"]},
+        "quick": {"max_behind": 2, "when_behind": "skip"},
+    }
+
+    @initialize()
+    def begin(self) -> None:
+        super().begin()
+        config = small_config(run__steps=6, policies=self.policies, stages=self.stages, consumers=self.consumers)
+        self.desk = Desk(config, sources(4))
+        self.desk.start("a", "b")
+        self.leased: list[tuple[str, str, tuple[str, int]]] = []  # stage, worker, lease: what we think is held
+        self.over: list[tuple[str, str, tuple[str, int]]] = []
+        self.done: set[tuple[str, str]] = set()  # stage, entry
+        self.read: dict[tuple[str, str], list[str]] = {}  # consumer, policy -> groups that it acknowledged
+
+    @rule(stage=st.sampled_from(["echo", "sum", "judge"]), worker=st.sampled_from(["v", "w"]), n=st.integers(1, 4))
+    def lease_rows(self, stage: str, worker: str, n: int) -> None:
+        self.leased += [(stage, worker, lease) for lease in self.desk.stage_lease(stage, n, worker)]
+
+    @rule(data=st.data(), good=st.sampled_from([True, True, True, False]))
+    @precondition(lambda self: self.leased)
+    def add_columns(self, data: st.DataObject, good: bool) -> None:
+        stage, worker, lease = self.leased.pop(data.draw(st.integers(0, len(self.leased) - 1)))
+        held = self.desk.machine.stages.held(stage, worker, *lease) is not None
+        problem = "" if good else "failed: broke"
+        reward = data.draw(REWARDS)
+        answer = self.desk.stage_add(stage, [lease], lambda e: reward, worker=worker, problem=problem)[lease[0]]
+        assert answer == "accepted" if held and good else answer.startswith("refused")
+        if held and good:
+            assert (stage, lease[0]) not in self.done, "added twice"
+            self.done.add((stage, lease[0]))
+        self.over.append((stage, worker, lease))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.over)
+    def add_late_or_again(self, data: st.DataObject) -> None:
+        stage, worker, lease = data.draw(st.sampled_from(self.over))
+        before = self.desk.machine.state.stages[stage].num_done
+        assert self.desk.stage_add(stage, [lease], worker=worker)[lease[0]].startswith("refused")
+        assert self.desk.machine.state.stages[stage].num_done == before
+
+    @rule(stage=st.sampled_from(["echo", "sum", "judge"]), worker=st.sampled_from(["v", "w"]), died=st.booleans())
+    def worker_goes(self, stage: str, worker: str, died: bool) -> None:
+        self.desk.do(c.Expire(workers=[(stage, worker)]) if died else c.LeaveStage(stage, worker))
+        self.over += [x for x in self.leased if x[:2] == (stage, worker)]
+        self.leased = [x for x in self.leased if x[:2] != (stage, worker)]
+
+    @rule()
+    def stages_do_everything(self) -> None:
+        for stage in ("echo", "judge", "echo", "sum"):
+            leases = self.desk.stage_lease(stage, 64, "x")
+            answers = self.desk.stage_add(stage, leases, lambda e: float(int(e[-1]) % 2), worker="x")
+            assert set(answers.values()) <= {"accepted"}
+            self.done |= {(stage, e) for e, _ in leases}
+
+    @rule(data=st.data(), reader=st.sampled_from([("slow", "actor"), ("quick", "actor"), ("quick", "verifier")]))
+    def consume(self, data: st.DataObject, reader: tuple[str, str]) -> None:
+        name, policy = reader
+        consumer, log = self.desk.machine.consumers.reader(name, policy)
+        start = consumer.positions[policy]
+        groups = [g.group_id for g in log.groups[start - log.first :]]
+        count = data.draw(st.integers(0, len(groups)))
+        self.desk.do(c.AckRows(name, policy, start + count))
+        self.read.setdefault(reader, []).extend(groups[:count])
+
+    def teardown(self) -> None:
+        if self.desk is not None:
+            state = self.desk.machine.state
+            event(f"a stage dropped: {any(r.startswith('stage_') for p in state.policies.values() for r in p.dropped)}")
+            event(f"missed: {any(x.missed for x in state.consumers.values())}")
+        super().teardown()
+
+    @invariant()
+    def batches_have_all_columns(self) -> None:
+        for policy in self.desk.machine.state.policies.values() if self.desk else ():
+            for group in [*policy.queue.values(), *(g for b in policy.batches.values() for g in b.groups)]:
+                for entry in group.entries:
+                    wanted = {"actor": ["echo", "sum"], "verifier": ["echo", "judge"]}[entry.part.policy]
+                    assert [a.stage for a in entry.added] == wanted
+
+    @invariant()
+    def nobody_reads_a_group_twice(self) -> None:
+        assert all(len(read) == len(set(read)) for read in self.read.values())
+
+
 SETTINGS = settings(max_examples=25, stateful_step_count=50, deadline=None)
 TestDataflow = Dataflow.TestCase
 TestDataflow.settings = SETTINGS
@@ -353,3 +448,5 @@ TestOperators = Operators.TestCase
 TestOperators.settings = SETTINGS
 TestMixed = Mixed.TestCase
 TestMixed.settings = SETTINGS
+TestStaged = Staged.TestCase
+TestStaged.settings = SETTINGS
