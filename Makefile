@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup quickstart two-nodes smollm2 test lint format types faults soak bench-loop bench-quickstart bench-gateway bench-dataflow bench-pool bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup quickstart two-nodes smollm2 test lint format types faults soak openapi bench-loop bench-quickstart bench-gateway bench-dataflow bench-pool bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -83,6 +83,9 @@ faults: $(VENV)/.dev  ## kill, delay, cut and corrupt: the accounting law must h
 
 soak: $(VENV)/.dev  ## 300 steps of 1 MB rollouts: memory, open files and disk stay flat
 	@$(BIN)/python -m astraflow.testing.faults.soak $(ARGS)
+
+openapi: $(VENV)/.dev  ## write docs/openapi.json and docs/openapi-weights.json from the code
+	@$(BIN)/python scripts/openapi.py
 
 bench-loop: $(VENV)/.dev  ## speed of the whole loop against a plain single-process loop
 	@$(BIN)/python -m benchmarks.bench_loop $(ARGS)

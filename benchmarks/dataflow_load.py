@@ -1,4 +1,4 @@
-"""The work of `bench_dataflow`: ragged trajectories, a service in a process of its own, and a client that times its calls.
+"""The work of `bench_dataflow`: ragged trajectories, a service in a process of its own, a client that times its calls.
 
 The batch is that of the peer's script: lengths log-normal (sigma 0.6, clipped to [64, 4 x mean]). A token of ours is
 14.1 bytes on the way in and 18.1 on the way out; the peer's is 24.
@@ -64,13 +64,17 @@ def make_trajectories(lengths: Sequence[int], seed: int = 1) -> list[Trajectory]
         mask = np.arange(length) >= length // 10
         made.append(
             Trajectory(
-                policy="actor", branch=0, parent_branch=-1, fork_at=0,
-                token_ids=rng.integers(0, 150_000, length, dtype=np.int32), loss_mask=mask,
+                policy="actor",
+                branch=0,
+                parent_branch=-1,
+                fork_at=0,
+                token_ids=rng.integers(0, 150_000, length, dtype=np.int32),
+                loss_mask=mask,
                 behavior_logprobs=np.where(mask, -rng.random(length, np.float32), np.float32(0)),
                 versions=np.where(mask, 0, -1).astype(np.int32),
                 call_index=np.where(mask, np.arange(length) * 4 // length, -1).astype(np.int16),
                 reward=float(rng.random()),
-            )  # fmt: skip
+            )
         )
     return made
 

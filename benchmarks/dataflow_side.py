@@ -1,4 +1,4 @@
-"""One way of `bench_dataflow` (TCP, or shared memory), in a process of its own: it starts services and times their calls.
+"""One way of `bench_dataflow` (TCP, or files on one host), in a process of its own: starts services, times calls.
 
     ASTRAFLOW_SHARED_MEMORY=0 python -m benchmarks.dataflow_side --folder /tmp/x [--repeat 7]     # TCP
 
