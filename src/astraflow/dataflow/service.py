@@ -80,6 +80,7 @@ class _Endpoints:
             Route("/status", self.status),
             Route("/metrics", self.prometheus),
             Route("/events", self.events),
+            Route("/openapi.json", self.openapi),
         ]
 
     async def run(self, request: Request) -> Response:
@@ -206,6 +207,11 @@ class _Endpoints:
 
     async def prometheus(self, request: Request) -> Response:
         return Response(prometheus_text(self._machine, self._refused.counts), media_type=CONTENT_TYPE)
+
+    async def openapi(self, request: Request) -> Response:
+        from astraflow.wire.describe.operations import dataflow_document  # hardly ever asked for
+
+        return json_reply(dataflow_document())
 
     async def events(self, request: Request) -> Response:
         return StreamingResponse(self._event_stream(), media_type="text/event-stream")

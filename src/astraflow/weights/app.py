@@ -17,7 +17,9 @@ import os
 import re
 import stat
 from collections.abc import AsyncIterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -27,9 +29,10 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from astraflow.weights.leases import ReaderLease
-from astraflow.weights.manifest import MANIFEST, is_file_name, is_policy_name
+from astraflow.weights.manifest import MANIFEST, Manifest, is_file_name, is_policy_name
 from astraflow.weights.store import FileStore
 from astraflow.wire.app import HttpError, create_app, json_reply
+from astraflow.wire.describe.openapi import Operation, document
 
 PIECE_BYTES = 4 << 20
 STALL_S = 120.0
@@ -44,6 +47,38 @@ class Listing(msgspec.Struct):
     policy: str
     latest: int  # -1: none
     versions: list[int]  # oldest first
+
+
+OPERATIONS = (
+    Operation(
+        method="GET", path="/weights/{policy}", name="versions", sender="reader", reply=Listing,
+        about="Visible versions of a policy", refusals=(404,),
+    ),
+    Operation(
+        method="GET", path="/weights/{policy}/{version:int}/manifest.json", name="manifest", sender="reader",
+        reply=Manifest, about="What a version is made of; it is not deleted while it is being read", refusals=(404,),
+    ),
+    Operation(
+        method="GET", path="/weights/{policy}/{version:int}/{name}", name="part", sender="reader",
+        reply="application/octet-stream", partial=True, refusals=(404, 416),
+        about="A part or file of the manifest; a header `Range: bytes=N-` goes on where a cut download ended",
+    ),
+    Operation(
+        method="GET", path="/health", name="health", sender="anyone", reply="application/json",
+        about="It answers; needs no token",
+    ),
+)  # fmt: skip
+
+
+@cache
+def weights_document() -> dict[str, Any]:
+    """OpenAPI of the weight interface."""
+    return document(
+        "AstraFlow weight interface",
+        "Immutable, numbered versions of a policy's weights. A version is visible when its manifest is. Readers verify "
+        "the checksum (xxh3-128, hex) of each tensor.",
+        OPERATIONS,
+    )
 
 
 class _PartReply(StreamingResponse):
