@@ -19,6 +19,7 @@ from astraflow.cli.app import app
 from astraflow.config.schema import RunConfig
 from astraflow.contracts import Operator
 from astraflow.testing.operators import check_operator, group
+from astraflow.testing.stages import check_stage
 from astraflow.types import Task
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +52,8 @@ def test_python_plays(text: str) -> None:
             assert isinstance(reward, float | dict)
         elif inspect.isclass(thing) and Operator in thing.__mro__:
             check_operator(thing, [group([1.0, 0.0]), group([0.0, 1.0, 1.0], row=1), group([0.0, 1.0], row=2)])
+        elif inspect.isclass(thing) and "adds" in vars(thing):
+            check_stage(thing())
         elif inspect.isclass(thing):
             source = thing()
             assert len(source) > 0 and json.dumps(source.row(0)) and source.fingerprint()

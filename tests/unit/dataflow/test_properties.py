@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
+from unittest import TestCase
 
 from hypothesis import event, settings
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ class Dataflow(RuleBasedStateMachine):
     """One policy, staleness 1, an evaluation every second step; subclasses vary the run."""
 
     policies = {"actor": policy_section(2, 1)}  # noqa: RUF012
+    num_steps = 0
     desk: Desk | None = None
     max_age: int | None = None  # of what is trained again; None: max_staleness
 
@@ -150,6 +152,7 @@ class Dataflow(RuleBasedStateMachine):
 
     @invariant()
     def law(self) -> None:
+        type(self).num_steps += 1
         check_law(self.desk.machine)
 
     @invariant()
@@ -397,6 +400,11 @@ class Staged(Serving):
             assert set(answers.values()) <= {"accepted"}
             self.done |= {(stage, e) for e, _ in leases}
 
+    @rule(stage=st.sampled_from(["sum", "judge"]), n=st.integers(1, 2))
+    def a_stage_breaks(self, stage: str, n: int) -> None:
+        for _ in range(2):
+            self.desk.stage_add(stage, self.desk.stage_lease(stage, n, "x"), worker="x", problem="failed: broke")
+
     @rule(data=st.data(), reader=st.sampled_from([("slow", "actor"), ("quick", "actor"), ("quick", "verifier")]))
     def consume(self, data: st.DataObject, reader: tuple[str, str]) -> None:
         name, policy = reader
@@ -427,26 +435,36 @@ class Staged(Serving):
         assert all(len(read) == len(set(read)) for read in self.read.values())
 
 
-SETTINGS = settings(max_examples=25, stateful_step_count=50, deadline=None)
-TestDataflow = Dataflow.TestCase
-TestDataflow.settings = SETTINGS
-TestTwoPolicies = TwoPolicies.TestCase
-TestTwoPolicies.settings = SETTINGS
-TestSynchronous = Synchronous.TestCase
-TestSynchronous.settings = SETTINGS
-TestFifo = Fifo.TestCase
-TestFifo.settings = SETTINGS
-TestByTokens = ByTokens.TestCase
-TestByTokens.settings = SETTINGS
-TestByEpisodes = ByEpisodes.TestCase
-TestByEpisodes.settings = SETTINGS
-TestReplayed = Replayed.TestCase
-TestReplayed.settings = SETTINGS
-TestReplayedByEpisodes = ReplayedByEpisodes.TestCase
-TestReplayedByEpisodes.settings = SETTINGS
-TestOperators = Operators.TestCase
-TestOperators.settings = SETTINGS
-TestMixed = Mixed.TestCase
-TestMixed.settings = SETTINGS
-TestStaged = Staged.TestCase
-TestStaged.settings = SETTINGS
+MIN_STEPS = 920  # of each; of all together more than 10,000
+
+
+def counted(machine: type[Dataflow]) -> type[TestCase]:
+    """The test of a machine, which takes at least so many steps."""
+
+    class Counted(machine.TestCase):  # type: ignore[misc, name-defined]
+        settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
+
+        def runTest(self) -> None:
+            machine.num_steps = 0
+            super().runTest()
+            assert machine.num_steps >= MIN_STEPS, f"{machine.__name__} took {machine.num_steps} steps"
+
+    return Counted
+
+
+TestDataflow = counted(Dataflow)
+TestTwoPolicies = counted(TwoPolicies)
+TestSynchronous = counted(Synchronous)
+TestFifo = counted(Fifo)
+TestByTokens = counted(ByTokens)
+TestByEpisodes = counted(ByEpisodes)
+TestReplayed = counted(Replayed)
+TestReplayedByEpisodes = counted(ReplayedByEpisodes)
+TestOperators = counted(Operators)
+TestMixed = counted(Mixed)
+TestStaged = counted(Staged)
+
+
+def test_all_of_them_take_ten_thousand_steps() -> None:
+    names = [name for name in globals() if name.startswith("Test") and name != "TestCase"]
+    assert len(names) * MIN_STEPS >= 10_000
