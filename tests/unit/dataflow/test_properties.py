@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import unittest
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
-from unittest import TestCase
 
 from hypothesis import event, settings
 from hypothesis import strategies as st
@@ -438,7 +438,7 @@ class Staged(Serving):
 MIN_STEPS = 920  # of each; of all together more than 10,000
 
 
-def counted(machine: type[Dataflow]) -> type[TestCase]:
+def counted(machine: type[Dataflow]) -> type[unittest.TestCase]:
     """The test of a machine, which takes at least so many steps."""
 
     class Counted(machine.TestCase):  # type: ignore[misc, name-defined]
@@ -466,5 +466,5 @@ TestStaged = counted(Staged)
 
 
 def test_all_of_them_take_ten_thousand_steps() -> None:
-    names = [name for name in globals() if name.startswith("Test") and name != "TestCase"]
+    names = [name for name in globals() if name.startswith("Test")]
     assert len(names) * MIN_STEPS >= 10_000
