@@ -170,13 +170,15 @@ class StreamReply(Response):
     """An Arrow stream as a response: its pieces are sent one after the other, without a copy."""
 
     def __init__(self, pieces: Sequence[memoryview]) -> None:
-        super().__init__(headers={"content-length": str(sum(map(len, pieces)))}, media_type=CONTENT_TYPE)
+        super().__init__(
+            headers={"content-length": str(sum(piece.nbytes for piece in pieces))}, media_type=CONTENT_TYPE
+        )
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": piece.cast("B"), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from astraflow.errors import ProtocolMismatch, Unauthorized, Unreachable, WireError
 from astraflow.wire.codec import CONTENT_TYPE
-from astraflow.wire.connection import Connection, Head, Pieces, Pool
+from astraflow.wire.connection import Connection, Head, Pieces, Pool, size_of
 from astraflow.wire.local import BODY_HEADER, HOST_HEADER, INBOX_HEADER, MIN_BYTES, host_identity, open_place, put
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 
@@ -60,7 +60,7 @@ class HttpClient:
 
     def post_stream(self, path: str, pieces: Sequence[memoryview], reply: type[R]) -> R:
         """Send an Arrow stream, get a struct. On one host a large body goes through a file (`wire.local`)."""
-        if self._inbox and sum(map(len, pieces)) >= MIN_BYTES and (name := self._put(pieces)) is not None:
+        if self._inbox and size_of(pieces) >= MIN_BYTES and (name := self._put(pieces)) is not None:
             try:
                 _, payload, _ = self._send("POST", path, (), CONTENT_TYPE, 0.0, {BODY_HEADER: name})
                 return self._decode(path, payload, reply)
@@ -175,7 +175,7 @@ class HttpClient:
     def _ask(
         self, method: str, path: str, body: Pieces, headers: Mapping[str, str], timeout_s: float
     ) -> tuple[Connection, Head]:
-        size = sum(map(len, body))
+        size = size_of(body)
         lines = [f"{method} {self._pool.prefix}{path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
         if size or method not in ("GET", "DELETE"):
             lines.append(f"content-length: {size}")
@@ -205,7 +205,7 @@ class HttpClient:
 
 
 def _json(body: msgspec.Struct | None) -> Pieces:
-    return () if body is None else (msgspec.json.encode(body),)
+    return () if body is None else (memoryview(msgspec.json.encode(body)),)
 
 
 def _reason(error: Exception) -> str:

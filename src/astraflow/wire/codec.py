@@ -62,8 +62,8 @@ def stream_pieces(
 ) -> list[memoryview]:
     """One Arrow IPC stream with `header` in its schema metadata, as pieces to be sent or written one after the other.
 
-    Large pieces are views of the table's buffers: nothing is copied. `instead`: what to send for the buffer that begins
-    at an address, of the same length; taken out when it was used.
+    Large pieces are views of the table's buffers: nothing is copied. Their size is `nbytes`. `instead`: what to send for
+    the buffer that begins at an address, of the same length; taken out when it was used.
     """
     schema = table.schema.with_metadata({HEADER_KEY: msgspec.json.encode(header)})
     sink = _Gather(instead)
@@ -85,7 +85,7 @@ class _Gather:
     def write(self, data: bytes | pa.Buffer) -> int:
         views = self._instead.pop(data.address, None) if self._instead and isinstance(data, pa.Buffer) else None
         for view in (memoryview(data),) if views is None else views:
-            if len(view) < _SMALL_PIECE:
+            if view.nbytes < _SMALL_PIECE:
                 self._small += view
             else:
                 self._end_small()
@@ -102,7 +102,7 @@ class _Gather:
             self._small = bytearray()
 
     def tell(self) -> int:
-        return sum(map(len, self._pieces)) + len(self._small)
+        return sum(piece.nbytes for piece in self._pieces) + len(self._small)
 
     def flush(self) -> None: ...
 

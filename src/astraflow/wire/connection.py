@@ -19,10 +19,15 @@ from urllib.parse import urlsplit
 import httptools
 
 from astraflow.errors import WireError
+from astraflow.wire.local import MOST_PIECES, after
 
-Pieces = Sequence[bytes | memoryview]
+Pieces = Sequence[memoryview]
 _HEAD_BYTES = 64 << 10  # of one receive while the head is read
-_MOST_PIECES = 512  # of one system call; the limit of Linux is 1024
+
+
+def size_of(pieces: Pieces) -> int:
+    """Bytes."""
+    return sum(piece.nbytes for piece in pieces)
 
 
 class Broken(OSError):
@@ -57,7 +62,7 @@ class Connection:
         """Send a request; what is answered before the body is sent completely is an answer too."""
         self._socket.settimeout(timeout_s)
         try:
-            self._send([head, *body])
+            self._send([memoryview(head), *body])
         except (BrokenPipeError, ConnectionResetError):
             answer = self._read_head()
             self._keep = False
@@ -117,15 +122,9 @@ class Connection:
             for piece in pieces:
                 self._socket.sendall(piece)
             return
-        views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
-        start = 0
-        while start < len(views):
-            sent = self._socket.sendmsg(views[start : start + _MOST_PIECES])
-            while start < len(views) and sent >= len(views[start]):
-                sent -= len(views[start])
-                start += 1
-            if sent:
-                views[start] = views[start][sent:]
+        views = [piece for piece in pieces if piece.nbytes]
+        while views:
+            views = after(views, self._socket.sendmsg(views[:MOST_PIECES]))
 
     def _read_head(self) -> Head:
         self._headers: dict[str, str] = {}

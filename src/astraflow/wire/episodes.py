@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import numpy as np
 import pyarrow as pa
@@ -41,7 +42,7 @@ class _Later:
     def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         flat = np.empty(sum(map(len, arrays)), arrays[0].dtype)
         self._kept.append(flat)
-        self.parts[flat.ctypes.data] = [np.ascontiguousarray(a).data.cast("B") for a in arrays]
+        self.parts[flat.ctypes.data] = [np.ascontiguousarray(a).data for a in arrays]
         return flat
 
 
@@ -100,19 +101,11 @@ def _offsets(rows: Sequence[Trajectory]) -> pa.Array:
 
 
 def _token_column(field: pa.Field, rows: Sequence[Trajectory], offsets: pa.Array, join: Join) -> pa.ListArray:
-    numpy_type = field.type.value_type.to_pandas_dtype()
-    parts = [_array_of(t, field.name) for t in rows]
-    for trajectory, part in zip(rows, parts, strict=True):
-        if len(part) != len(trajectory.token_ids):
-            raise SchemaError(
-                field.name, len(part), f"must have one entry per token ({len(trajectory.token_ids)})",
-                "keep ids, mask, logprobs, versions and call_index of a trajectory equally long",
-            )  # fmt: skip
-        if part.dtype != np.dtype(numpy_type):
-            raise SchemaError(
-                field.name, str(part.dtype), f"must be {field.type.value_type}", "convert it at its source"
-            )
-    flat = join(parts) if parts else np.empty(0, numpy_type)
+    dtype = np.dtype(field.type.value_type.to_pandas_dtype())
+    parts = list(map(attrgetter(field.name), rows))
+    if [len(p) for p in parts] != [len(t.token_ids) for t in rows] or any(p.dtype != dtype for p in parts):
+        _refuse(field, parts, rows)
+    flat = join(parts) if parts else np.empty(0, dtype)
     return pa.ListArray.from_arrays(offsets, _values(flat), type=field.type)
 
 
@@ -124,15 +117,13 @@ def _values(flat: np.ndarray) -> pa.Array:
     return pa.Array.from_buffers(pa.bool_(), len(flat), [None, packed])
 
 
-def _array_of(t: Trajectory, name: str) -> np.ndarray:
-    match name:
-        case "token_ids":
-            return t.token_ids
-        case "loss_mask":
-            return t.loss_mask
-        case "behavior_logprobs":
-            return t.behavior_logprobs
-        case "versions":
-            return t.versions
-        case _:
-            return t.call_index
+def _refuse(field: pa.Field, parts: Sequence[np.ndarray], rows: Sequence[Trajectory]) -> None:
+    wanted = field.type.value_type
+    for trajectory, part in zip(rows, parts, strict=True):
+        if len(part) != len(trajectory.token_ids):
+            raise SchemaError(
+                field.name, len(part), f"must have one entry per token ({len(trajectory.token_ids)})",
+                "keep ids, mask, logprobs, versions and call_index of a trajectory equally long",
+            )  # fmt: skip
+        if part.dtype != np.dtype(wanted.to_pandas_dtype()):
+            raise SchemaError(field.name, str(part.dtype), f"must be {wanted}", "convert it at its source")

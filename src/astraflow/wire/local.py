@@ -37,7 +37,7 @@ MIN_BYTES = 1 << 20
 _LEFTOVER_S = 120.0
 _SWEEP_S = 30.0
 _NAME = re.compile(r"[0-9a-f]{32}")
-_MOST_PIECES = 512
+MOST_PIECES = 512  # of one system call; the limit of Linux is 1024
 
 
 @cache
@@ -90,15 +90,24 @@ def put(place: Path, pieces: Sequence[memoryview]) -> str | None:
 
 
 def _write(file: int, pieces: Sequence[memoryview]) -> None:
-    os.posix_fallocate(file, 0, sum(map(len, pieces)))  # a third less time than growing (measured on ext4)
-    views, start = [p.cast("B") for p in pieces if len(p)], 0
-    while start < len(views):
-        written = os.writev(file, views[start : start + _MOST_PIECES])
-        while start < len(views) and written >= len(views[start]):
-            written -= len(views[start])
-            start += 1
-        if written:
-            views[start] = views[start][written:]
+    os.posix_fallocate(
+        file, 0, sum(piece.nbytes for piece in pieces)
+    )  # a third less time than growing (measured on ext4)
+    views = [piece for piece in pieces if piece.nbytes]
+    while views:
+        views = after(views, os.writev(file, views[:MOST_PIECES]))
+
+
+def after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of `views` (none empty) when the first bytes are gone."""
+    done = 0
+    while done < len(views) and num_bytes >= views[done].nbytes:
+        num_bytes -= views[done].nbytes
+        done += 1
+    left = views[done:]
+    if num_bytes:
+        left[0] = left[0].cast("B")[num_bytes:]
+    return left
 
 
 class Body:

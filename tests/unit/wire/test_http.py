@@ -177,7 +177,7 @@ def test_a_body_without_a_length_is_counted_while_it_comes() -> None:
 @pytest.mark.parametrize("kind", ["application/json", "application/octet-stream", "application/x-pickle", None])
 def test_another_content_type_is_415(kind: str | None) -> None:
     with running() as url, pytest.raises(WireError, match=f"content-type={kind or 'none'} must be .*arrow") as caught:
-        HttpClient(url)._send("POST", "/bulk", [b"abc"], kind or "", 0.0)
+        HttpClient(url)._send("POST", "/bulk", [memoryview(b"abc")], kind or "", 0.0)
     assert caught.value.status == 415
 
 

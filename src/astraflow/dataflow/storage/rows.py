@@ -64,31 +64,33 @@ def episode_commits(header: EpisodesHeader, facts: RowFacts, put: Put | None) ->
 
 def _parts(facts: RowFacts, start: int, end: int, key: int) -> list[Part]:
     rows, calls = facts
-    if end - start == 1:
-        by_policy = {rows[start][0]: [start]}
-    else:
-        by_policy = {}
-        for i in range(start, end):
-            by_policy.setdefault(rows[i][0], []).append(i)
-    parts = []
-    for policy, numbers in by_policy.items():
-        reward = next((rows[i][5] for i in numbers if rows[i][6]), None)
-        of_calls = next((calls[i] for i in numbers if i in calls), ())
-        parts.append(
-            Part(
-                policy=policy,
-                put=key,
-                rows=numbers,
-                min_versions=[rows[i][2] for i in numbers],
-                max_version=max(rows[i][3] for i in numbers),
-                num_tokens=sum(rows[i][1] for i in numbers),
-                num_truncated=sum(rows[i][7] for i in numbers),
-                reward=reward,
-                rewards_per_call=of_calls,
-                num_calls=max(len(of_calls), *(rows[i][4] for i in numbers)),
-            )
-        )
-    return parts
+    if end - start == 1:  # nearly every episode has one row
+        policy, sampled, oldest, newest, num_calls, reward, scored, truncated = rows[start]
+        given = calls.get(start, ()) if calls else ()
+        score = reward if scored else None
+        most = max(num_calls, len(given))
+        return [Part(policy, key, [start], [oldest], newest, sampled, int(truncated), score, given, most)]
+    by_policy: dict[str, list[int]] = {}
+    for i in range(start, end):
+        by_policy.setdefault(rows[i][0], []).append(i)
+    return [_part(facts, policy, numbers, key) for policy, numbers in by_policy.items()]
+
+
+def _part(facts: RowFacts, policy: str, numbers: list[int], key: int) -> Part:
+    rows, calls = facts
+    given = next((calls[i] for i in numbers if i in calls), ())
+    return Part(
+        policy=policy,
+        put=key,
+        rows=numbers,
+        min_versions=[rows[i][2] for i in numbers],
+        max_version=max(rows[i][3] for i in numbers),
+        num_tokens=sum(rows[i][1] for i in numbers),
+        num_truncated=sum(rows[i][7] for i in numbers),
+        reward=next((rows[i][5] for i in numbers if rows[i][6]), None),
+        rewards_per_call=given,
+        num_calls=max(len(given), *(rows[i][4] for i in numbers)),
+    )
 
 
 def _check_owners(header: EpisodesHeader, table: pa.Table, policies: Collection[str]) -> list[str]:
@@ -115,10 +117,11 @@ def _check_owners(header: EpisodesHeader, table: pa.Table, policies: Collection[
 
 def _refuse_empty(header: EpisodesHeader, table: pa.Table) -> None:
     """An episode without an error has tokens."""
-    lengths, start = list_lengths(table.column("token_ids")), 0
+    ends = np.concatenate([[0], np.cumsum(list_lengths(table.column("token_ids")))]).tolist()
+    start = 0
     for episode in header.episodes:
         end = start + episode.num_rows
-        if episode.error is None and not lengths[start:end].any():
+        if episode.error is None and ends[start] == ends[end]:
             raise SchemaError(
                 "episode", episode.episode_id, f"must have tokens or an error (rows {start} to {end})",
                 "commit what ended without an answered call with its error",
