@@ -104,11 +104,13 @@ class Ledger:
         if policy.rest is not None:
             fresh.add(policy.rest.group.group_id)  # pieces of it may be part of a batch too
         waiting = len(fresh)
-        in_flight = opened + len(policy.queue) + waiting
+        staged = sum(group.policy == name for group in state.staged.values())
+        in_flight = opened + staged + len(policy.queue) + waiting
         if policy.admitted != policy.trained + sum(policy.dropped.values()) + in_flight:
             self.problems.append(
                 f"{name}: {policy.admitted} admitted, but {policy.trained} trained + {policy.dropped} dropped "
-                f"+ {in_flight} in flight ({opened} open, {len(policy.queue)} queued, {waiting} in batches)"
+                f"+ {in_flight} in flight ({opened} open, {staged} staged, {len(policy.queue)} queued, "
+                f"{waiting} in batches)"
             )
 
     def _check_batches(self, name: str, policy: PolicyState) -> None:
