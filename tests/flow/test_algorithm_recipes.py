@@ -1,0 +1,50 @@
+"""Every recipe of a data algorithm trains two steps as real processes, with its own operators, credit and stages."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from astraflow.config.env import child_environment
+from astraflow.config.recipes import recipe_names
+from astraflow.observe.summary import law_holds
+from astraflow.testing.runs import LaunchedRun, astraflow_command
+
+pytestmark = [pytest.mark.flow, pytest.mark.slow, pytest.mark.timeout(240)]
+RECIPES = [name for name in recipe_names() if name.startswith("algo-")]
+SMALL = (
+    "--run.steps=2", "--policies.actor.batch.groups=4", "--policies.actor.warm_start.steps=1",
+    "--policies.actor.warm_start.batch=1", "--policies.actor.warm_start.lr=1e-9", "--evaluation.num_tasks=2",
+    "--dataflow.heartbeat_s=0.2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model after a warm start: a fresh one earns nothing, and groups of equal rewards are dropped."""
+    path = tmp_path_factory.mktemp("model") / "warm"
+    command = astraflow_command("sft", RECIPES[0], "--out", str(path), "--policies.actor.warm_start.steps=80")
+    done = subprocess.run(command, env=child_environment(None), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_of_a_data_algorithm_trains(name: str, model: Path, tmp_path: Path) -> None:
+    run = LaunchedRun.start(tmp_path, name, *SMALL, f"--policies.actor.model={model}")
+    try:
+        assert run.wait(120) == 0, run.words()
+        steps = [row for row in run.metrics() if row["kind"] == "step"]
+        assert [row["step"] for row in steps] == [1, 2]
+        assert all(row["tokens/sampled"] > 0 for row in steps)
+        assert law_holds(run.summary()["accounting"])
+    finally:
+        run.end()
+
+
+def test_recipes_of_data_algorithms_are_short() -> None:
+    files = [Path(__file__).parents[2] / "recipes" / f"{name}.toml" for name in RECIPES]
+    assert len(files) >= 7
+    assert {path.name: lines for path in files if (lines := len(path.read_text().splitlines())) > 40} == {}
