@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from astraflow.config.schema import RunConfig
 from astraflow.contracts import Source
-from astraflow.dataflow.endpoints.asking import check_alive, deadline_in, refusals, wait_for
+from astraflow.dataflow.endpoints.asking import check_alive, deadline_in, drop_damaged, refusals, wait_for
 from astraflow.dataflow.endpoints.consumers import ConsumerEndpoints
 from astraflow.dataflow.endpoints.refused import Refused
 from astraflow.dataflow.endpoints.stages import StageEndpoints
@@ -35,6 +35,7 @@ from astraflow.dataflow.machine.records import Batch, PolicyState
 from astraflow.dataflow.shell import Shell
 from astraflow.dataflow.storage.batches import batch_rows, rows_table
 from astraflow.dataflow.storage.rows import episode_commits, row_facts
+from astraflow.dataflow.storage.segments import DamagedRows
 from astraflow.dataflow.storage.shared import share_batch, worth_sharing
 from astraflow.dataflow.views.status import journal_status, prometheus_text, status
 from astraflow.observe.memory import settle_memory
@@ -160,7 +161,11 @@ class _Endpoints:
             if over or (not early and self._machine.queues.ready(name, body.version)):
                 grant = await self._shell.submit(c.TakeBatch(name, body.trainer_id, body.version))
                 if grant is not None and grant.step in policy.batches:
-                    return self._batch_reply(request, name, policy.batches[grant.step], body)
+                    try:
+                        return self._batch_reply(request, name, policy.batches[grant.step], body)
+                    except DamagedRows as error:
+                        await drop_damaged(self._shell, error)
+                        continue
             if not await wait_for(self._shell, name, deadline):
                 return Response(status_code=204)
 
@@ -299,7 +304,7 @@ async def serve_dataflow(
 async def _serve_on(app: Starlette, sock: socket.socket, on_ready: Callable[[str], None], stop: asyncio.Event) -> None:
     shell: Shell = app.state.shell
     halt = asyncio.Event()
-    server = asyncio.create_task(serve(app, sock, on_ready, halt), name="http server")
+    server = asyncio.create_task(serve(app, sock, on_ready, halt, bulk=True), name="http server")
     waits = {asyncio.create_task(stop.wait(), name="stop"), asyncio.create_task(shell.crashed.wait(), name="crash")}
     await asyncio.wait({server, *waits}, return_when=asyncio.FIRST_COMPLETED)
     for task in waits:

@@ -15,6 +15,7 @@
 | LeaveStage     | stage   | gives a worker's leases back                                             |
 | AckRows        | consumer| is done with groups of the log                                           |
 | Expire         | clock   | leases, nodes and trainers that ran out of time (`due` says which)       |
+| DropDamaged    | shell   | groups with rows that turned out to be damaged                           |
 | Reopen         | shell   | the service started again                                                |
 
 `apply(command, now)` gives the reply and instructions for the shell, or raises `Refusal` with the state unchanged.
@@ -144,6 +145,10 @@ class Machine:
                 self.consumers.ack(command)
             case c.Expire():
                 self._expire(command)
+            case c.DropDamaged():
+                self.stages.drop_damaged(command.puts)
+                self.queues.drop_damaged(command.puts)
+                self.context.out.append(c.Event("alarm", {"damaged": command.where}))
             case c.Reopen():
                 self._reopen(now)
             case _:

@@ -13,7 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from astraflow.contracts import Operator
 from astraflow.dataflow.machine import commands as c
-from astraflow.dataflow.machine.records import Put
+from astraflow.dataflow.machine.records import Batch, Put
+from astraflow.dataflow.machine.serving.damage import needs
+from astraflow.dataflow.views.law import imbalance
 from astraflow.testing.dataflow import Desk, Rows, check_law, policy_section, row_tokens, small_config, sources
 from astraflow.types import EpisodeLease, Group, SourceView, Task, Tokens
 from astraflow.wire import messages as m
@@ -22,11 +24,17 @@ NODES = st.sampled_from(["a", "b"])
 REWARDS = st.sampled_from([0.0, 1.0, 1.0, None])
 
 
+def said(batch: Batch) -> list[str]:
+    """What a batch is made of."""
+    return [f"{g.group_id}: {[(e.part.put, e.advantage) for e in g.entries]}" for g in batch.groups]
+
+
 class Dataflow(RuleBasedStateMachine):
     """One policy, staleness 1, an evaluation every second step; subclasses vary the run."""
 
     policies = {"actor": policy_section(2, 1)}  # noqa: RUF012
     num_steps = 0
+    num_damaged = 0
     desk: Desk | None = None
     max_age: int | None = None  # of what is trained again; None: max_staleness
 
@@ -110,12 +118,14 @@ class Dataflow(RuleBasedStateMachine):
         batch = self.desk.take(version, self.trainer[name], name)
         if batch is None:
             return
-        groups = [f"{g.group_id}: {[(e.part.put, e.advantage) for e in g.entries]}" for g in batch.groups]
+        groups = said(batch)
         assert self.content.setdefault((name, batch.step), groups) == groups, "the batch changed"
         fresh = batch.groups[batch.num_replayed :]
         self.fresh[name, batch.step] = [(g.group_id, e.sibling) for g in fresh for e in g.entries]
-        assert fresh, "nothing new"
+        assert fresh or (batch.acked and self.num_damaged), "nothing new"
         for groups, bound in ((batch.groups, self.max_age), (fresh, None)):
+            if not groups:
+                continue
             oldest = min(v for g in groups for e in g.entries for v in e.part.min_versions)
             assert oldest >= version - (bound or self.policies[name]["batch"]["max_staleness"]), "too old"
         if acked:
@@ -153,7 +163,8 @@ class Dataflow(RuleBasedStateMachine):
     @invariant()
     def law(self) -> None:
         type(self).num_steps += 1
-        check_law(self.desk.machine)
+        check_law(self.desk.machine, damaged=self.num_damaged > 0)
+        assert all(imbalance(self.desk.machine.state, name) == 0 for name in self.policies)
 
     @invariant()
     def nothing_is_in_two_batches(self) -> None:
@@ -435,6 +446,46 @@ class Staged(Serving):
         assert all(len(read) == len(set(read)) for read in self.read.values())
 
 
+class Damaged(Dataflow):
+    """Rows turn out to be damaged."""
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.desk.machine.state.puts)
+    def rows_are_damaged(self, data: st.DataObject) -> None:
+        state = self.desk.machine.state
+        key = data.draw(st.sampled_from(sorted(state.puts)))
+        acked = [b for p in state.policies.values() for b in p.batches.values() if b.acked]
+        if any(all(any(needs(e, [key]) for e in g.entries) for g in b.groups) for b in acked):
+            return  # a trained batch would be gone: the run fails, which has a test of its own
+        self.num_damaged += 1
+        self.desk.do(c.DropDamaged([key], "segment 1"))
+        groups = [g for p in state.policies.values() for b in p.batches.values() for g in b.groups]
+        groups += [g for p in state.policies.values() for g in p.queue.values()]
+        assert not any(needs(e, [key]) for g in groups for e in g.entries)
+        for name, step in list(self.content):
+            batch = state.policies[name].batches.get(step)
+            if batch is not None:
+                self.content[(name, step)] = said(batch)
+                fresh = batch.groups[batch.num_replayed :]
+                self.fresh[name, step] = [(g.group_id, e.sibling) for g in fresh for e in g.entries]
+            elif step > state.policies[name].latest:
+                del self.content[(name, step)], self.fresh[name, step]
+
+    def teardown(self) -> None:
+        if self.desk is not None:
+            dropped = sum(p.dropped.get("damaged", 0) for p in self.desk.machine.state.policies.values())
+            event(f"damaged: {min(dropped, 3)} groups dropped")
+        super().teardown()
+
+
+class DamagedReplayed(Damaged, ReplayedByEpisodes):
+    """The same with cut groups and groups that are trained again."""
+
+
+class DamagedStaged(Damaged, Staged):
+    """The same with stages and consumers."""
+
+
 MIN_STEPS = 920  # of each; of all together more than 10,000
 
 
@@ -463,6 +514,9 @@ TestReplayedByEpisodes = counted(ReplayedByEpisodes)
 TestOperators = counted(Operators)
 TestMixed = counted(Mixed)
 TestStaged = counted(Staged)
+TestDamaged = counted(Damaged)
+TestDamagedReplayed = counted(DamagedReplayed)
+TestDamagedStaged = counted(DamagedStaged)
 
 
 def test_all_of_them_take_ten_thousand_steps() -> None:

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from astraflow.dataflow.machine.commands import Refusal
+from astraflow.dataflow.machine.commands import DropDamaged, Refusal
 from astraflow.dataflow.shell import Shell
+from astraflow.dataflow.storage.segments import DamagedRows
 from astraflow.wire.app import HttpError
 
 LONGEST_WAIT_S = 60.0
@@ -34,6 +35,11 @@ async def wait_for(shell: Shell, topic: str, deadline: float) -> bool:
         return False
     await shell.wait(topic, left)
     return not shell.stopping
+
+
+async def drop_damaged(shell: Shell, found: DamagedRows) -> None:
+    """Rows that were asked for are damaged: the groups that need them are dropped, then the request goes on."""
+    await shell.submit(DropDamaged([found.put.key], f"{found.value}: {found.rule}"))
 
 
 def check_alive(shell: Shell) -> None:

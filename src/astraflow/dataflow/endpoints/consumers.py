@@ -6,12 +6,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from astraflow.dataflow.endpoints.asking import deadline_in, refusals, wait_for
+from astraflow.dataflow.endpoints.asking import deadline_in, drop_damaged, refusals, wait_for
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.beside.consumers import topic
 from astraflow.dataflow.machine.records import Batch
 from astraflow.dataflow.shell import Shell
 from astraflow.dataflow.storage.batches import batch_table
+from astraflow.dataflow.storage.segments import DamagedRows
 from astraflow.wire import messages as m
 from astraflow.wire.app import StreamReply, json_reply, read_json
 from astraflow.wire.codec import TRAINING_SCHEMA, stream_pieces
@@ -44,6 +45,15 @@ class ConsumerEndpoints:
                 break
             if not await wait_for(self._shell, topic(body.policy), deadline):
                 break
+        while True:
+            try:
+                return self._reply(body, name)
+            except DamagedRows as error:
+                await drop_damaged(self._shell, error)
+
+    def _reply(self, body: m.ConsumerRequest, name: str) -> Response:
+        consumer, log = self._machine.consumers.reader(name, body.policy)
+        position = consumer.positions[body.policy]
         start = position - log.first
         groups = log.groups[start : start + max(1, min(body.n, _MOST_GROUPS))]
         header = m.ConsumerHeader(
@@ -55,7 +65,7 @@ class ConsumerEndpoints:
             finished=self._machine.finished and position + len(groups) == log.end,
         )
         table = TRAINING_SCHEMA.empty_table()
-        if groups:
+        if any(g.entries for g in groups):  # damaged ones have been taken out
             table = batch_table(Batch(0, groups, {}), self._machine.state.puts, self._shell.segments.read)
         return StreamReply(stream_pieces(header, table))
 

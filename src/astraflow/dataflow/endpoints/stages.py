@@ -13,13 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from astraflow.config.stages import TASK_COLUMN, StagePlan
-from astraflow.dataflow.endpoints.asking import check_alive, deadline_in, refusals, wait_for
+from astraflow.dataflow.endpoints.asking import check_alive, deadline_in, drop_damaged, refusals, wait_for
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.beside.stages import topic
 from astraflow.dataflow.machine.records import StagedEntry
 from astraflow.dataflow.shell import Shell
 from astraflow.dataflow.storage.columns import staged_rows, token_counts
 from astraflow.dataflow.storage.door import Refused, check_columns
+from astraflow.dataflow.storage.segments import DamagedRows
 from astraflow.wire import messages as m
 from astraflow.wire.app import StreamReply, json_reply, read_json, read_stream_body
 from astraflow.wire.codec import read_stream, stream_pieces
@@ -59,7 +60,11 @@ class StageEndpoints:
                 break
             if not await wait_for(self._shell, topic(plan.name), deadline):
                 break
-        return self._rows(request, plan, worker, given)
+        while True:
+            try:
+                return self._rows(request, plan, worker, given)
+            except DamagedRows as error:
+                await drop_damaged(self._shell, error)
 
     def _rows(self, request: Request, plan: StagePlan, worker: str, given: list[tuple[str, int]]) -> Response:
         found = [(e, a, entry) for e, a in given if (entry := self._machine.stages.held(plan.name, worker, e, a))]
@@ -86,7 +91,11 @@ class StageEndpoints:
     async def columns(self, request: Request) -> Response:
         """Arrow(ColumnsHeader) -> ColumnsReply."""
         with await read_stream_body(request) as body:
-            return json_reply(m.ColumnsReply(await self._keep(self._plan(request), body)))
+            while True:
+                try:
+                    return json_reply(m.ColumnsReply(await self._keep(self._plan(request), body)))
+                except DamagedRows as error:
+                    await drop_damaged(self._shell, error)
 
     async def _keep(self, plan: StagePlan, body: Body) -> dict[str, str]:
         header, table = read_stream(body.view, m.ColumnsHeader)

@@ -127,13 +127,20 @@ class Expire(msgspec.Struct, frozen=True, tag=True):
     rows: list[tuple[str, str, int]] = []  # (stage, entry id, attempt)
 
 
+class DropDamaged(msgspec.Struct, frozen=True, tag=True):
+    """Rows in these puts (`Put.key`) are not what was written."""
+
+    puts: list[int]
+    where: str  # for people
+
+
 class Reopen(msgspec.Struct, frozen=True, tag=True):
     """The service started again on an existing journal: every deadline starts anew, a failed run may try again."""
 
 
 Command = (
     JoinNode | DrainNode | LeaseEpisodes | CommitEpisodes | ResumePolicy | TakeBatch | AckBatch | CoverBatches
-    | LeaseRows | AddColumns | LeaveStage | AckRows | Expire | Reopen
+    | LeaseRows | AddColumns | LeaveStage | AckRows | Expire | DropDamaged | Reopen
 )  # fmt: skip
 
 

@@ -13,13 +13,13 @@ over all get the same rows, and nothing is trained twice but what an operator se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine.commands import BatchGrant, Event, MetricsRow, Refusal, Wake
 from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.records import Batch, Failed, PolicyState, QueuedGroup
-from astraflow.dataflow.machine.serving import forming, pacing
+from astraflow.dataflow.machine.serving import damage, forming, pacing
 from astraflow.dataflow.machine.serving.replay import Replay
 from astraflow.dataflow.operators.chain import Chain
 from astraflow.errors import DataflowError
@@ -126,6 +126,12 @@ class Queues:
         self._context.out.append(Event("trainer_resumed", {"policy": name, "version": version, "replayed": replayed}))
         self._context.out += [Wake("leases"), Wake(name)]
         return messages.ResumeReply(replayed, policy.latest)
+
+    def drop_damaged(self, keys: Collection[int]) -> None:
+        """Rows in these puts are damaged: groups that need them cannot be trained."""
+        for name, replay in self._replays.items():
+            damage.drop_damaged(self._context, name, keys, replay.max_age)
+            self._context.out.append(Wake(name))
 
     def current(self, name: str, trainer_id: str) -> PolicyState:
         """The policy, when `trainer_id` is its trainer; else refused."""

@@ -29,7 +29,7 @@ def status(machine: Machine, now: float) -> dict[str, Any]:
             "dropped": state.dropped,
             "in_flight": len(state.tasks),
         },
-        "imbalance": {"tasks": task_imbalance(state), "groups": {name: imbalance(state, name) for name in state.policies}},
+        "imbalance": {"tasks": task_imbalance(state), "groups": {n: imbalance(state, n) for n in state.policies}},
         "episodes": {
             "committed": state.num_episodes,
             "leased": sum(len(n.held) for n in state.nodes.values()),

@@ -270,6 +270,15 @@ class Stages:
         }
         self._drop(found, lambda group: found[f"{group.policy}/{group.group_id}"])
 
+    def drop_damaged(self, keys: Collection[int]) -> None:
+        """Rows in these puts are damaged: groups that need them are dropped."""
+        found = [
+            key
+            for key, group in self._context.state.staged.items()
+            if any(e.part.put in keys or any(a.put in keys for a in e.added) for e in group.entries.values())
+        ]
+        self._drop(found, lambda group: "damaged")
+
     def _drop(self, keys: Collection[str], reason: Callable[[StagedGroup], str]) -> None:
         if not keys:
             return

@@ -71,6 +71,10 @@ class Waiting:
             if arrival in self._policy.queue:
                 return arrival, self._remove(arrival)
 
+    def take(self, arrival: int) -> QueuedGroup:
+        """Remove one group, wherever it stands."""
+        return self._remove(arrival)
+
     def put_back(self, arrival: int, group: QueuedGroup) -> None:
         """Undo `pop`."""
         self._policy.queue[arrival] = group
