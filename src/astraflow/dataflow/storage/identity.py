@@ -30,6 +30,9 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
         fixed[f"{where}.batch.groups"] = policy["batch"]["groups"]
         fixed[f"{where}.operators"] = policy["operators"]
         fixed[f"{where}.algorithm.advantage"] = policy["algorithm"]["advantage"]
+    fixed["stages"] = sorted(raw["stages"])
+    for name, stage in raw["stages"].items():
+        fixed[f"stages.{name}.type"], fixed[f"stages.{name}.policies"] = stage["type"], stage["policies"]
     evaluation = raw["evaluation"] or {}
     for key in ("source", "num_tasks", "samples"):
         fixed[f"evaluation.{key}"] = evaluation.get(key)
