@@ -92,11 +92,13 @@ class Operator(Protocol):
 class Stage(Protocol):
     """A worker that adds columns to rows that wait to be trained: reference logprobs, a judge's reward, values.
 
-    It pulls rows, so a fast worker takes more, and nothing waits for a slow one but its own rows.
+    It pulls rows, so a fast worker takes more, and nothing waits for a slow one but its own rows. All rows of one
+    episode and policy come together. A constructor with a parameter `run` gets a `stages.context.StageRun`.
     """
 
     needs: ClassVar[tuple[str, ...]]
-    """Columns of `wire.codec.TRAJECTORY_SCHEMA`, or added by other stages, that `run` reads."""
+    """Columns of `wire.codec.TRAJECTORY_SCHEMA`, or added by other stages, that `run` reads; "task": the fields of the
+    row's task as JSON text."""
     adds: ClassVar[Mapping[str, Literal["token", "row", "reward"]]]
     """Column -> what it holds: "token": list<float32>, one per token; "row": float32. "reward" (the column reward,
     float32, null is unscored) is made before the policy's operators see the group, the others after them."""
