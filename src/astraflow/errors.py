@@ -16,11 +16,20 @@ class AstraFlowError(Exception):
 
 
 class Problem(AstraFlowError):
-    """One broken rule: the thing, the value got, the rule, and the fix."""
+    """One broken rule: the thing, the value got, the rule, and the fix. Raised as itself: a setting cannot work, so a
+    process that dies of it is not started again."""
+
+    exit_code = 2
 
     def __init__(self, thing: str, value: object, rule: str, fix: str) -> None:
         self.thing, self.value, self.rule, self.fix = thing, value, rule, fix
         super().__init__(f"{thing}={_short(value)} {rule}; {fix}")
+
+
+class Fault(Problem):
+    """A broken rule at work: what was asked for may well succeed another time."""
+
+    exit_code = 1
 
 
 class ConfigError(AstraFlowError):
@@ -38,13 +47,9 @@ class ConfigError(AstraFlowError):
 class SourceError(Problem):
     """A task source is missing, empty or malformed (names file, row and key)."""
 
-    exit_code = 2
-
 
 class ModelError(Problem):
     """A model or tokenizer cannot be found, loaded or used."""
-
-    exit_code = 2
 
 
 class WireError(AstraFlowError):
@@ -67,31 +72,31 @@ class ProtocolMismatch(WireError):
     """Two services of different protocol versions met."""
 
 
-class SchemaError(Problem):
+class SchemaError(Fault):
     """Columns that do not have the promised names, dtypes or lengths (never cast silently)."""
 
 
-class DataflowError(Problem):
+class DataflowError(Fault):
     """The dataflow service refused an operation."""
 
 
-class NothingToTrainOn(Problem):
+class NothingToTrainOn(Fault):
     """Every group was filtered out for longer than the limit."""
 
 
-class JournalError(Problem):
+class JournalError(Fault):
     """The journal cannot be written or read (full disk, corrupt file, other run)."""
 
 
-class WeightError(Problem):
+class WeightError(Fault):
     """A weight version is missing, torn, or does not match its checksum."""
 
 
-class EngineError(Problem):
+class EngineError(Fault):
     """An engine could not serve a request."""
 
 
-class GatewayError(Problem):
+class GatewayError(Fault):
     """An agent sent a request that the gateway cannot serve. `status` is the HTTP status given to the agent, `code`
     OpenAI's error code (`context_length_exceeded`, ...)."""
 
@@ -106,11 +111,11 @@ class EpisodeError(AstraFlowError):
     """What went wrong inside one episode; becomes the episode's `error`, never a zero reward."""
 
 
-class TrainingError(Problem):
+class TrainingError(Fault):
     """The trainer cannot go on (non-finite loss, broken batch, missing checkpoint)."""
 
 
-class LaunchError(Problem):
+class LaunchError(Fault):
     """A process of the run could not be started or kept alive."""
 
 

@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    if arguments is None:
+        sys.path.insert(0, "")  # user code in the current directory, as `python -m astraflow` finds it
     let_threads_sleep()
     try:
         app([word for word in words if word != "--debug"], prog_name="astraflow")

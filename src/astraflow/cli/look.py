@@ -93,9 +93,7 @@ def trace(
     if not life.moments:
         rule = "was not admitted by this run"
         if life.begins_s:
-            rule = (
-                f"is older than the history kept, which begins at {life.begins_s:.3f} s, or was not admitted"
-            )
+            rule = f"is older than the history kept, which begins at {life.begins_s:.3f} s, or was not admitted"
         raise LaunchError("task", task, rule, "name it as SOURCE/EPOCH/ROW; metrics.jsonl has all steps")
 
 

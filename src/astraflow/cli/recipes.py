@@ -46,5 +46,10 @@ def copy(
         path = path / source.name
     if path.exists():
         raise LaunchError("target", str(path), "already exists", "give another file name")
-    path.write_bytes(source.read_bytes())
+    try:
+        path.write_bytes(source.read_bytes())
+    except OSError as error:
+        raise LaunchError(
+            "target", str(path), f"cannot be written ({error.strerror})", "give a file in a directory that exists"
+        ) from error
     typer.echo(f"wrote {path}; run it with: astraflow run {path}")

@@ -36,7 +36,7 @@ def open_run(recipe: str, overrides: list[str]) -> RunConfig:
         return load_run(path, join_pairs(overrides))
     if overrides:
         raise ConfigError(str(path), [f"override={overrides[0]!r} must go with a TOML run file; name that instead"])
-    return config_from_json(path.read_bytes())
+    return config_from_json(path.read_bytes(), str(path))
 
 
 def join_pairs(words: list[str]) -> list[str]:

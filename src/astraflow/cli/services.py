@@ -123,13 +123,13 @@ def stage(
 
 def read_token(token_file: Path | None) -> str | None:
     """The bearer token of the run, or None."""
-    from astraflow.config.env import token_from_env
+    from astraflow.config.env import checked_token, token_from_env
     from astraflow.errors import LaunchError
 
     if token_file is None:
         return token_from_env()
     try:
-        token = token_file.read_text(encoding="utf-8").strip()
+        token = checked_token(token_file.read_text(encoding="utf-8", errors="replace"), "token-file")
     except OSError as error:
         raise LaunchError(
             "token-file", str(token_file), f"cannot be read ({error.strerror})", "give a readable file"

@@ -15,12 +15,30 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from astraflow.errors import Problem
+
 TOKEN_VARIABLE = "ASTRAFLOW_TOKEN"
 
 
 def token_from_env() -> str | None:
-    """The bearer token, or None."""
-    return os.environ.get(TOKEN_VARIABLE) or None
+    """The bearer token, or None.
+
+    Raises: Problem: as `checked_token`.
+    """
+    return checked_token(os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE) or None
+
+
+def checked_token(text: str, where: str) -> str:
+    """`text` without the white space around it, as it travels in an HTTP header.
+
+    Raises: Problem: naming `where`, never the token.
+    """
+    token = text.strip()
+    if not all("!" <= character <= "~" for character in token):
+        raise Problem(
+            where, "***", "must be printable ASCII without spaces", "make one with: openssl rand -hex 16"
+        )  # fmt: skip
+    return token
 
 
 def secret_from_env(name: str) -> str | None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from astraflow.config.rooms import check_options, resolve
+from astraflow.config.rooms import check_options, find, resolve
 from astraflow.config.schema import Component, RunConfig
+from astraflow.config.secrets import unfit_to_save
 from astraflow.config.stages import consumer_problems, stage_problems
 from astraflow.errors import ConfigError, Problem
 
@@ -37,9 +38,15 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return check_run(raw, str(path), path.parent)
 
 
-def config_from_json(text: str | bytes) -> RunConfig:
-    """A resolved run file (as saved in the run directory, or sent by the dataflow service)."""
-    return RunConfig.model_validate_json(text)
+def config_from_json(text: str | bytes, origin: str = "run file") -> RunConfig:
+    """A resolved run file (as saved in the run directory, or sent by the dataflow service).
+
+    Raises: ConfigError: it is damaged, or not one.
+    """
+    try:
+        return RunConfig.model_validate_json(text)
+    except ValidationError as error:
+        raise ConfigError(origin, [_sentence(e) for e in error.errors()]) from None
 
 
 def resolved_json(config: RunConfig) -> str:
@@ -48,7 +55,12 @@ def resolved_json(config: RunConfig) -> str:
 
 
 def check_run(raw: dict[str, Any], origin: str, base: Path | None = None) -> RunConfig:
-    """Validate a raw mapping; relative `path` options are taken from `base`."""
+    """Validate a raw mapping; relative `path` options are taken from `base`.
+
+    Raises: ConfigError: everything that is wrong with it; secrets first and alone, as no message may show one.
+    """
+    if problems := list(unfit_to_save(raw)):
+        raise ConfigError(origin, problems)
     try:
         config = RunConfig.model_validate(_rebase(raw, base))
     except ValidationError as error:
@@ -95,11 +107,15 @@ def _assign(node: Any, path: list[str], value: Any) -> None:
         if isinstance(node, list):
             node = node[int(part)]
             continue
+        if not isinstance(node, dict):
+            raise LookupError(f"{node!r} has no {part!r} in it")
         if isinstance(node.get(part), str):  # a component given by its bare name gains options
             node[part] = {"type": node[part]}
         node = node.setdefault(part, {})
     if isinstance(node, list):
         node[int(path[-1])] = value
+    elif not isinstance(node, dict):
+        raise LookupError(f"{node!r} has no {path[-1]!r} in it")
     elif isinstance(node.get(path[-1]), dict) and isinstance(value, str):
         node[path[-1]]["type"] = value
     else:
@@ -212,10 +228,24 @@ def _check_components(config: RunConfig) -> list[str]:
         problems += _check("sources", source, f"sources.{name}", set())
     if ":" not in config.workflow.type:
         problems += _check("workflows", config.workflow, "workflow", {"policies"})
+    for where, room, component in torch_components(config):
+        try:
+            find(room, component.type, where)
+        except Problem as error:
+            problems.append(str(error))
     from astraflow.config.operators import check_operators  # loads numpy, which --help must not
     from astraflow.config.serving import serving_problems
 
     return problems + check_operators(config) + serving_problems(config)
+
+
+def torch_components(config: RunConfig) -> Iterator[tuple[str, str, Component]]:
+    """(setting, room, component) of what lies in rooms that load torch, which only `launch.checks` may do."""
+    for name, policy in config.policies.items():
+        yield f"policies.{name}.engine", "engines", policy.engine
+        yield f"policies.{name}.algorithm.loss", "losses", policy.algorithm.loss
+        if policy.tool_parser != "auto":
+            yield f"policies.{name}.tool_parser", "tool_parsers", Component(type=policy.tool_parser)
 
 
 def _check(room: str, component: Component, where: str, given: set[str]) -> list[str]:

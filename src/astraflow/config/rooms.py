@@ -9,11 +9,17 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
+import logging
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+
 from astraflow.errors import Problem
+
+log = logging.getLogger(__name__)
 
 ROOMS: Mapping[str, Mapping[str, str]] = {
     "sources": {
@@ -84,8 +90,8 @@ CORRECTS_OFF_POLICY = frozenset({"m2po"})
 """Losses of the room whose class says `corrects_off_policy`, written here too because the classes load torch."""
 
 
-def resolve(room: str, type_name: str, where: str) -> Any:
-    """The object named `type_name` in `room`; `where` is the setting's dotted path, for the error.
+def find(room: str, type_name: str, where: str) -> str:
+    """Where `type_name` of `room` lies, as `module:Object`; nothing is imported. `where`: the setting's dotted path.
 
     Raises: Problem: not found; lists what was tried and the known names.
     """
@@ -94,9 +100,10 @@ def resolve(room: str, type_name: str, where: str) -> Any:
     if path is None and ":" in type_name:
         path = type_name
     if path is None:
-        found = [e for e in entry_points(group=f"astraflow.{room}") if e.name == type_name]
-        if found:
-            return found[0].load()
+        path = next(
+            (f"{e.module}:{e.attr}" for e in entry_points(group=f"astraflow.{room}") if e.name == type_name), None
+        )
+    if path is None:
         near = difflib.get_close_matches(type_name, table, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
         raise Problem(
@@ -104,7 +111,15 @@ def resolve(room: str, type_name: str, where: str) -> Any:
             f"{hint}known: {', '.join(sorted(table))}; or give 'package.module:Object' "
             f"(no entry point astraflow.{room} has this name either)",
         )  # fmt: skip
-    module_name, _, attribute = path.partition(":")
+    return path
+
+
+def resolve(room: str, type_name: str, where: str) -> Any:
+    """The object named `type_name` in `room`; `where` is the setting's dotted path, for the error.
+
+    Raises: Problem: not found, as `find`, or not to be imported.
+    """
+    module_name, _, attribute = find(room, type_name, where).partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
@@ -115,11 +130,11 @@ def resolve(room: str, type_name: str, where: str) -> Any:
 
 
 def check_options(target: Callable[..., Any], options: Mapping[str, Any], where: str, given: set[str]) -> list[str]:
-    """Problems of `options` against the keyword parameters of `target`; `given` are names the system itself passes."""
-    try:
-        parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return []
+    """Problems of `options` against the keyword parameters of `target` and the types that they are annotated with.
+
+    Args: given: names that the system itself passes.
+    """
+    parameters = _parameters(target)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return []
     known = [n for n, p in parameters.items() if p.kind is not p.VAR_POSITIONAL and n not in given]
@@ -129,11 +144,38 @@ def check_options(target: Callable[..., Any], options: Mapping[str, Any], where:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known) or 'none'}"
             problems.append(f"{where}.{key}={value!r} is not an option of this type; {hint}")
+        elif rule := _type_problem(parameters[key].annotation, value):
+            problems.append(f"{where}.{key}={value!r} {rule}; see docs/configuration.md")
     for name in known:
         p = parameters[name]
         if p.default is p.empty and name not in options:
             problems.append(f"{where}.{name} is missing; this type needs it")
     return problems
+
+
+def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """With annotations as types where they can be; of something that has no signature, `**options`."""
+    try:
+        return inspect.signature(target, eval_str=True).parameters
+    except Exception as error:  # annotations of a user are any code; what they say is then not checked
+        log.debug("annotations of %r cannot be read (%s)", target, error)
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
+
+
+def _type_problem(annotation: Any, value: Any) -> str:
+    """The rule that a value of a run file breaks, or "". An annotation that says nothing of TOML values allows all."""
+    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+        return ""
+    try:  # as JSON, where a list may be a tuple and a text a path, but nothing else is taken for something else
+        TypeAdapter(annotation).validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        return " or ".join(dict.fromkeys(e["msg"].replace("Input should be", "must be") for e in error.errors()))
+    except (PydanticSchemaGenerationError, PydanticUserError):
+        return ""
+    return ""
 
 
 def build(room: str, type_name: str, options: Mapping[str, Any], where: str, **given: Any) -> Any:

@@ -62,7 +62,7 @@ def _ratio(value: Any) -> Any:
     return (value, value) if isinstance(value, int | float) else value
 
 
-Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0)]
 Ratio = Annotated[tuple[Share, Share], BeforeValidator(_ratio)]
 
 
@@ -120,11 +120,14 @@ class BatchSection(Strict):
     )
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSection(Strict):
     """optimizer: AdamW and its schedule."""
 
     lr: float = Field(1e-5, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0)
@@ -242,6 +245,14 @@ class WeightsSection(Strict):
     keep: int = Field(4, ge=2, description="newest versions kept beside those that are being read")
 
 
+class ObserveSection(Strict):
+    """[observe]: where the run can be looked at beside its own files."""
+
+    trackers: list[Literal["wandb", "tensorboard", "trackio", "mlflow"]] = Field(
+        [], description="experiment trackers that get the rows of metrics.jsonl, each with the extra of its name"
+    )
+
+
 class RunConfig(Strict):
     """A whole run file."""
 
@@ -254,6 +265,7 @@ class RunConfig(Strict):
     evaluation: EvaluationSection | None = None
     dataflow: DataflowSection = DataflowSection()
     weights: WeightsSection = WeightsSection()
+    observe: ObserveSection = ObserveSection()
     stages: dict[Name, Annotated[StageSection, BeforeValidator(_component)]] = {}
     consumers: dict[Name, ConsumerSection] = {}
     train_source: Name = Field("train", description="the source that training tasks come from")

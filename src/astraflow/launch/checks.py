@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from astraflow.config.env import cache_dir
-from astraflow.config.rooms import build
+from astraflow.config.load import torch_components
+from astraflow.config.rooms import ROOMS, build, check_options, resolve
 from astraflow.config.schema import RunConfig
+from astraflow.dataflow.machine.plan import plan_of
 from astraflow.dataflow.operators.source.chain import source_chain_of
-from astraflow.errors import AstraFlowError, ConfigError, SourceError
+from astraflow.errors import AstraFlowError, ConfigError, Problem, SourceError
+from astraflow.observe.trackers import TRACKERS
+from astraflow.stages.context import StageRun, build_stage
 from astraflow.types import SourceView, Task
 from astraflow.workflows.load import build_workflow
 from astraflow.workflows.single_turn import SingleTurn
@@ -55,10 +59,27 @@ def check_start(config: RunConfig, *, here: bool) -> tuple[dict[str, int], list[
     """
     missing = missing_packages(config)
     problems = missing if here else []
-    problems = problems or ([] if missing else model_problems(config))
+    problems = problems or ([] if missing else [*torch_problems(config), *model_problems(config)])
     if problems:
         raise ConfigError("this machine" if missing else "policies", problems)
+    if here and (problems := stage_start_problems(config)):
+        raise ConfigError("stages", problems)
     return check_play(config), missing
+
+
+def stage_start_problems(config: RunConfig) -> list[str]:
+    """What the constructors of built-in stages refuse, where workers of them start here. No model is loaded."""
+    problems = []
+    for name, section in config.stages.items():
+        if section.workers and section.type in ROOMS["stages"]:
+            run = StageRun(config, name)
+            try:
+                build_stage(run).close()
+            except AstraFlowError as error:
+                problems.append(str(error))
+            finally:
+                run.close()
+    return problems
 
 
 def missing_packages(config: RunConfig) -> list[str]:
@@ -66,11 +87,35 @@ def missing_packages(config: RunConfig) -> list[str]:
     needed = list(TORCH_STACK)
     for policy in config.policies.values():
         needed += BUILT_IN_MODELS.get(policy.model, ())
+    fixes = dict(FIXES)
+    for tracker in config.observe.trackers:
+        module = TRACKERS[tracker][0].partition(".")[0]
+        needed.append(module)
+        fixes[module] = f"pip install 'astraflow[{tracker}]', or leave it out of observe.trackers"
     problems = []
     for module in dict.fromkeys(needed):
         if find_spec(module) is None:
-            fix = FIXES.get(module, "pip install 'astraflow[train,serve]'")
+            fix = fixes.get(module, "pip install 'astraflow[train,serve]'")
             problems.append(f"package={module} is not installed and this run needs it; {fix}")
+    return problems
+
+
+def torch_problems(config: RunConfig) -> list[str]:
+    """Wrong options of engines and losses, and user code that cannot be imported, one sentence each. A built-in type
+    without options cannot be wrong, and torch is not loaded for it.
+    """
+    problems: list[str] = []
+    for where, room, component in torch_components(config):
+        if not component.options and component.type in ROOMS[room]:
+            continue
+        try:
+            target = resolve(room, component.type, f"{where}.type")
+            found = check_options(target, component.options, where, {"model_dir"} if room == "engines" else set())
+            if room == "losses" and not found:
+                target(**component.options)  # values are checked by what they make
+        except Problem as error:
+            found = [str(error)]
+        problems += found
     return problems
 
 
@@ -94,13 +139,14 @@ def check_play(config: RunConfig) -> dict[str, int]:
     """Build the workflow and every source, read first rows; gives the number of rows of each source.
 
     Raises: SourceError: a source is missing, malformed or empty, or lacks what is asked of its rows. Problem,
-    ConfigError: the workflow cannot be built. DataflowError: an operator of a source fails on its first row.
+    ConfigError: the workflow cannot be built, or a setting does not fit the sources. DataflowError: an operator of a
+    source fails on its first row.
     """
     workflow = build_workflow(config.workflow, sorted(config.policies))
-    rows, first = {}, {}
+    rows, first, sources = {}, {}, {}
     for name, spec in config.sources.items():
         source = build("sources", spec.type, spec.options, f"sources.{name}")
-        rows[name] = len(source)
+        sources[name], rows[name] = source, len(source)
         if not rows[name]:
             raise SourceError(f"sources.{name}", spec.type, "has no rows", "give a file or range that holds some")
         first[name] = source.row(0)
@@ -108,6 +154,7 @@ def check_play(config: RunConfig) -> dict[str, int]:
     if isinstance(workflow, SingleTurn):
         for name in sorted(played):
             _check_keys(name, first[name], workflow.fields, "workflow.prompt names it")
+    plan_of(config, sources)
     for name in config.train_sources:  # an operator that cannot read a row says so now
         chain = source_chain_of(name, config.sources[name])
         chain.admit(Task(name, 0, 0, first[name]), SourceView(0, 0, 0), 0.0)

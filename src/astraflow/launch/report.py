@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from astraflow.config.load import config_from_json
 from astraflow.config.schema import RunConfig
 from astraflow.launch.rundir import RunDirectory
 from astraflow.observe.chart import bars, terminal_curve
@@ -46,7 +45,7 @@ def write_report(run_dir: Path, status: Mapping[str, Any] | None = None) -> Path
     if status:
         _kept(directory).write_text(json.dumps(status, indent=1), encoding="utf-8")
     rows: Sequence[Row] = read_jsonl(directory.metrics)
-    config = config_from_json(directory.config_file.read_bytes()) if directory.config_file.exists() else None
+    config = directory.config() if directory.config_file.exists() else None
     summary = summary_of(directory, rows)
     (report / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     pictures = _draw(rows, report, config.run.name if config else directory.path.name)

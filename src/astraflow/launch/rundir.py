@@ -62,7 +62,7 @@ class RunDirectory:
         Raises: LaunchError: there is no run here.
         """
         try:
-            return config_from_json(self.config_file.read_bytes())
+            return config_from_json(self.config_file.read_bytes(), str(self.config_file))
         except FileNotFoundError as error:
             raise LaunchError(
                 "run directory", str(self.path), "holds no run", "give the directory of a run, such as runs/quickstart"

@@ -13,8 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from astraflow.config.secrets import is_secret_name
+from astraflow.errors import LaunchError
 from astraflow.observe.jsonl import JsonlWriter
-from astraflow.observe.redact import MASK, is_secret_name, redact, redact_text
+from astraflow.observe.redact import MASK, redact, redact_text
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 _NOISY = ("urllib3", "uvicorn", "asyncio", "matplotlib", "filelock", "httpx")
@@ -31,15 +33,24 @@ def setup_logging(
 
     Args: process: name in every line (dataflow, node0, trainer-actor). secrets: literal values, such as the run's
     token, that are masked wherever they appear.
+    Raises: LaunchError: the log cannot be written.
     """
-    root = logging.getLogger()
-    for handler in [h for h in root.handlers if isinstance(h, _LineHandler | _JsonHandler)]:
-        root.removeHandler(handler)
-        handler.close()
     hidden = tuple(secret for secret in secrets if secret)
-    root.addHandler(_LineHandler(process, hidden))
+    handlers: list[logging.Handler] = [_LineHandler(process, hidden)]
     if run_dir is not None:
-        root.addHandler(_JsonHandler(process, run_dir / "logs" / f"{process}.jsonl", hidden))
+        path = run_dir / "logs" / f"{process}.jsonl"
+        try:
+            handlers.append(_JsonHandler(process, JsonlWriter(path), hidden))
+        except OSError as error:
+            raise LaunchError(
+                "log", str(path), f"cannot be written ({error.strerror})", "name a run directory that can be written"
+            ) from error
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if isinstance(h, _LineHandler | _JsonHandler)]:
+        root.removeHandler(old)
+        old.close()
+    for handler in handlers:
+        root.addHandler(handler)
     root.setLevel(level)
     for name in _NOISY:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
@@ -63,10 +74,9 @@ class _LineHandler(logging.StreamHandler[Any]):
 
 
 class _JsonHandler(logging.Handler):
-    def __init__(self, process: str, path: Path, secrets: tuple[str, ...]) -> None:
+    def __init__(self, process: str, writer: JsonlWriter, secrets: tuple[str, ...]) -> None:
         super().__init__()
-        self._process, self._secrets = process, secrets
-        self._writer = JsonlWriter(path)
+        self._process, self._writer, self._secrets = process, writer, secrets
 
     def emit(self, record: logging.LogRecord) -> None:
         row: dict[str, Any] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from astraflow.config.rooms import build
 from astraflow.config.schema import PolicySection
 from astraflow.contracts import Engine
-from astraflow.errors import ModelError, ProtocolMismatch, Unauthorized, WeightError, WireError
+from astraflow.errors import EngineError, ModelError, Problem, ProtocolMismatch, Unauthorized, WeightError, WireError
 from astraflow.models.chat import ChatTokenizer
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.gateway.tools import parser_for
@@ -132,7 +132,9 @@ def _endpoint(name: str, section: PolicySection, options: PolicyOptions, directo
         # Two nodes (or two lives of one) must not sample the same noise for siblings of one group.
         "seed": options.seed * 1_000_003 + zlib.crc32(options.node_id.encode()),
     }
-    engine: Engine = build(
-        "engines", section.engine.type, {**given, **section.engine.options}, f"{where}.engine", model_dir=directory
-    )
+    settings = {**given, **section.engine.options}
+    try:
+        engine: Engine = build("engines", section.engine.type, settings, f"{where}.engine", model_dir=directory)
+    except EngineError as error:  # an option out of its range will be that at every start
+        raise Problem(f"policies.{name}.{error.thing}", error.value, error.rule, error.fix) from error
     return PolicyEndpoint(engine, chat, parser_for(section.tool_parser, chat, f"{where}.tool_parser"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from astraflow.config.rooms import build, check_options, resolve
+from astraflow.config.rooms import ROOMS, build, check_options, resolve
 from astraflow.contracts import LLM, RewardFunction
 from astraflow.errors import ConfigError, Problem
 
@@ -37,6 +37,8 @@ def build_workflow(component: ComponentLike, policies: Sequence[str]) -> PlayFun
     if problems:
         raise ConfigError("workflow", problems)
     check_policy(options.get("policy"), policies)
+    if component.type in ROOMS["workflows"] and len(policies) > 1 and options.get("policy") is None:
+        raise _several_policies(policies)  # those of the room play by one
     if is_class:
         return cast(PlayFunction, target(**options))
     return functools.partial(target, **options) if options else cast(PlayFunction, target)
@@ -57,9 +59,13 @@ def choose_policy(llm: Mapping[str, LLM], policy: str | None) -> LLM:
     if policy is not None:
         return llm[policy]
     if len(llm) != 1:
-        known = ", ".join(sorted(llm))
-        raise Problem("workflow.policy", None, "must be given when a run has several policies", f"one of: {known}")
+        raise _several_policies(llm)
     return next(iter(llm.values()))
+
+
+def _several_policies(policies: Iterable[str]) -> Problem:
+    known = ", ".join(sorted(policies))
+    return Problem("workflow.policy", None, "must be given when a run has several policies", f"one of: {known}")
 
 
 def reward_function(spec: str | Mapping[str, Any], where: str = "workflow.reward") -> RewardFunction:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -12,9 +14,10 @@ from astraflow.cli.look import lines_of
 from astraflow.cli.play import choose_policy, open_model
 from astraflow.cli.run import join_pairs, open_run
 from astraflow.cli.services import joining, read_token
+from astraflow.config.env import token_from_env
 from astraflow.config.load import resolved_json
 from astraflow.config.recipes import recipe_names
-from astraflow.errors import ConfigError, LaunchError
+from astraflow.errors import ConfigError, LaunchError, Problem
 from astraflow.launch.claim import claim
 from astraflow.launch.rundir import write_ready
 from astraflow.wire.app import bind
@@ -107,6 +110,69 @@ def test_a_used_port_takes_no_run_name(
         port = taken.getsockname()[1]
         assert "cannot be bound" in failing(["dataflow", "quickstart", f"--port={port}"], capsys, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_user_code_beside_the_run_file_is_found_by_the_console_script(tmp_path: Path) -> None:
+    (tmp_path / "my_agent.py").write_text("async def solve(task, llm):\n    return 0.0\n")
+    sections = ["run.name = 'a'", "run.steps = 1", "sources.train.type = 'sums'", "policies.actor.model = 'tiny-char'"]
+    (tmp_path / "my_agent.toml").write_text("\n".join([*sections, "workflow.type = 'my_agent:solve'"]))
+    script = Path(sys.executable).with_name("astraflow")
+    done = subprocess.run([script, "validate", "my_agent.toml"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "is valid" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--policies.actor.engine.dtypo=foo"], "policies.actor.engine.dtypo='foo' is not an option"),
+        (
+            ["--policies.actor.algorithm.loss={ type = 'ppo_clip', clip_low = 3 }"],
+            "algorithm.loss.clip_low=3 must be between 0 and 1",
+        ),
+        (
+            ["--policies.actor.algorithm.loss={ type = 'ppo_clip', clip_low = 'x' }"],
+            "policies.actor.algorithm.loss.clip_low='x' must be",
+        ),
+        (["--policies.actor.engine=no.module:Engine"], "policies.actor.engine.type=no.module:Engine cannot be"),
+        (["--evaluation.num_tasks=100000"], "evaluation.num_tasks=100000 is more than sources.heldout has (60)"),
+        (["--policies.critic.model=tiny-char"], "workflow.policy=None must be given when a run has several"),
+    ],
+)
+def test_what_cannot_work_is_no_valid_run_and_takes_no_name(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for verb in ("validate", "run"):
+        assert expected in failing([verb, "quickstart", *words], capsys, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_cannot_be_read_or_written_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "bad.json").write_text('{"run": 3}')
+    assert "bad.json: 4 problems" in failing(["validate", str(tmp_path / "bad.json")], capsys, 2)
+    (tmp_path / "run.resolved.json").write_text("{")
+    assert "run.resolved.json: 1 problem" in failing(["status", str(tmp_path)], capsys, 2)
+    target = str(tmp_path / "none" / "x.toml")
+    assert f"target={target} cannot be written" in failing(["recipes", "copy", "quickstart", target], capsys, 1)
+    words = ["trainer", "--dataflow", "http://127.0.0.1:9", "--policy", "actor", "--run-dir"]
+    assert "cannot be written" in failing([*words, str(tmp_path / "bad.json")], capsys, 1)
+
+
+def test_a_token_that_no_header_takes_is_not_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    for text in ("sek\tret", "sekr\u00e9t", "two words"):
+        file.write_text(text, encoding="latin-1")
+        monkeypatch.setenv("ASTRAFLOW_TOKEN", text)
+        err = failing(["status", "http://127.0.0.1:9"], capsys, 2)
+        assert "ASTRAFLOW_TOKEN=*** must be printable ASCII" in err and text not in err
+        with pytest.raises(Problem, match=r"token-file=\*\*\* must be printable ASCII"):
+            read_token(file)
+    monkeypatch.setenv("ASTRAFLOW_TOKEN", "  sekret\r\n")
+    assert token_from_env() == "sekret"
 
 
 def test_nodes_are_told_an_address_that_they_can_use() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,61 @@ def test_negative_staleness_says_how_to_train_synchronously(tmp_path: Path) -> N
 )
 def test_wrong_names_are_named_with_their_setting(tmp_path: Path, change: tuple[str, str], expected: str) -> None:
     assert any(expected in p for p in problems(tmp_path, GOOD.replace(*change)))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("policies.actor.engine=foo", "policies.actor.engine=foo is not a known name of engines"),
+        (
+            "policies.actor.algorithm.loss=m2p",
+            "policies.actor.algorithm.loss=m2p is not a known name of losses; did you",
+        ),
+        ("policies.actor.tool_parser=foo", "policies.actor.tool_parser=foo is not a known name of tool_parsers"),
+        ("policies.actor.optimizer.betas=[2, 3]", "policies.actor.optimizer.betas.0=2 must be less than 1"),
+        ("workflow.timeout_s=inf", "workflow.timeout_s=inf must be a finite number"),
+        ("workflow.max_turns=nan", "workflow.max_turns=nan must be a finite number"),
+        ("workflow.max_turns=abc", "workflow.max_turns='abc' must be a valid integer"),
+        ("sources.train.seed=abc", "sources.train.seed='abc' must be a valid integer"),
+        ("sources.train.demos=1", "sources.train.demos=1 must be a valid boolean"),
+        ("run.steps.x=1", "override='--run.steps.x=1' does not fit the run file (3 has no 'x' in it)"),
+        ("run.steps.x.y=1", "override='--run.steps.x.y=1' does not fit the run file"),
+        ("rollout.nodes.0.delay_s=1", "override='--rollout.nodes.0.delay_s=1' does not fit the run file (1 has no '0'"),
+        ("observe.trackers=['wanda']", "observe.trackers.0='wanda' must be 'wandb', 'tensorboard'"),
+    ],
+)
+def test_a_value_that_cannot_work_is_one_sentence(tmp_path: Path, override: str, expected: str) -> None:
+    found = problems(tmp_path, GOOD + "[rollout]\nnodes = 1\n", f"--{override}")
+    assert any(p.startswith(expected) for p in found), found
+
+
+def test_torch_is_not_loaded_to_check_a_run_file(tmp_path: Path) -> None:
+    script = "import sys; from astraflow.config.load import load_run; from pathlib import Path; " + (
+        f"load_run(Path({str(write(tmp_path, GOOD))!r})); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "override", ["workflow.api_key=sk-1", "policies.actor.engine.hub_token=sk-1", "workflow.environment.password=sk-1"]
+)
+def test_a_secret_in_a_run_file_is_refused_and_not_shown(tmp_path: Path, override: str) -> None:
+    (problem,) = problems(tmp_path, GOOD, "--workflow.environment.type=calculator", f"--{override}")
+    name = override.partition("=")[0]
+    assert (
+        problem.startswith(f"{name}=*** must not be written in a run file") and f"{name.split('.')[-1]}_env" in problem
+    )
+    assert "sk-1" not in problem
+
+
+def test_a_damaged_resolved_file_is_named_with_what_is_wrong() -> None:
+    with pytest.raises(ConfigError, match=r"run\.resolved\.json: 2 problems\n(.*\n)*.*workflow is missing") as caught:
+        config_from_json(
+            '{"run": {"name": "x", "steps": 1}, "sources": {}, "policies": {"a": {}}}', "run.resolved.json"
+        )
+    assert caught.value.exit_code == 2
+    with pytest.raises(ConfigError, match="JSON"):
+        config_from_json(b"\xff{")
 
 
 @pytest.mark.parametrize("override", ["run.steps=3", "--run.steps", "--=3"])

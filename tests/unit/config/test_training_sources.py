@@ -51,8 +51,8 @@ def test_training_sources_and_their_group_sizes() -> None:
         ({"train": [1, 0], "b": 0}, "mix.ratios=train = 0, b = 0 leave no share at the end"),
         ({"trian": 1}, "mix.ratios.trian='trian' names no source; did you mean 'train'?"),
         ({"train": -1}, "mix.ratios.train.0=-1 must be greater than or equal to 0"),
-        ({"train": float("nan")}, "mix.ratios.train.0=nan must be"),
-        ({"train": float("inf")}, "mix.ratios.train.0=inf must be"),
+        ({"train": float("nan")}, "mix.ratios.train=nan must be"),
+        ({"train": float("inf")}, "mix.ratios.train=inf must be"),
         ({"train": [1, 2, 3]}, "mix.ratios.train=[1, 2, 3] Tuple should have at most 2 items"),
         ({"train": "much"}, "mix.ratios.train='much' must be"),
     ],
@@ -81,10 +81,7 @@ def test_settings_of_a_source_without_training_tasks_are_refused() -> None:
         ("gresso", "sources.train.operators.0.type=gresso is not a known name of operators; did you mean 'greso'?"),
         ({"type": "greso", "p_easy": 2}, "sources.train.operators.0: greso.p_easy=2 must be from 0.01 to 0.99"),
         ({"type": "filter_solved", "abov": 1}, "sources.train.operators.0.abov=1 is not an option of this type"),
-        (
-            {"type": "filter_solved", "above": "1"},
-            "sources.train.operators.0='filter_solved' cannot be made (TypeError",
-        ),
+        ({"type": "filter_solved", "above": "1"}, "sources.train.operators.0.above='1' must be a valid number"),
         ("curriculum", "sources.train.operators.0.by is missing; this type needs it"),
     ],
 )

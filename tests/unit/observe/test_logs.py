@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from astraflow.config.secrets import is_secret_name
 from astraflow.observe.jsonl import read_jsonl
 from astraflow.observe.logs import setup_logging
-from astraflow.observe.redact import is_secret_name, redact, redact_text
+from astraflow.observe.redact import redact, redact_text
 
 SECRET = "s3cr3t-of-the-run"
 
@@ -51,6 +54,17 @@ def test_setting_up_again_replaces(tmp_path: Path, capsys: pytest.CaptureFixture
     setup_logging("b", tmp_path)
     logging.getLogger("x").warning("once")
     assert capsys.readouterr().err.count("once") == 1
+
+
+def test_a_log_that_cannot_be_written_is_one_sentence_and_the_process_ends_well(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    script = (
+        "from pathlib import Path; from astraflow.observe.logs import setup_logging\n"
+        f"try: setup_logging('a', Path({str(tmp_path / 'file')!r}))\n"
+        "except Exception as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "cannot be written (Not a directory); name a run directory" in done.stdout and not done.stderr
 
 
 def test_no_secret_is_ever_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +128,8 @@ def test_secret_names(name: str) -> None:
     assert is_secret_name(name)
 
 
-@pytest.mark.parametrize("name", ["tokens", "max_tokens", "token_ids", "tokenizer", "keyword", "passwordless"])
+@pytest.mark.parametrize(
+    "name", ["tokens", "max_tokens", "token_ids", "tokenizer", "keyword", "passwordless", "stop_token", "key_env"]
+)
 def test_names_that_only_look_secret(name: str) -> None:
     assert not is_secret_name(name)

@@ -12,7 +12,7 @@ from astraflow.contracts import Source
 from astraflow.dataflow.machine.commands import Instruction
 from astraflow.dataflow.machine.records import Part, Put, State
 from astraflow.dataflow.machine.serving.waiting import Waiting
-from astraflow.errors import DataflowError, SourceError
+from astraflow.errors import DataflowError, Problem, SourceError
 from astraflow.types import Purpose, Sampling, Tokens
 
 
@@ -116,7 +116,7 @@ class Context:
 def plan_of(config: RunConfig, sources: Mapping[str, Source]) -> Plan:
     """The plan of a run file, given its opened sources (the training source and that of [evaluation]).
 
-    Raises: SourceError: a source has no rows.
+    Raises: SourceError: a source has no rows. Problem: a setting asks for more than the sources have.
     """
     for name, source in sources.items():
         if len(source) < 1:
@@ -126,7 +126,7 @@ def plan_of(config: RunConfig, sources: Mapping[str, Source]) -> Plan:
     if section is not None:
         available = len(sources[section.source])
         if section.num_tasks > available:
-            raise DataflowError(
+            raise Problem(
                 "evaluation.num_tasks", section.num_tasks, f"is more than sources.{section.source} has ({available})",
                 "use 0 for all",
             )  # fmt: skip

@@ -1,0 +1,46 @@
+"""What no run file may hold: it is saved, journaled and served to nodes as JSON, and anyone may read it there."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+NAMES = r"(?:token|api[_-]?key|apikey|access[_-]?key|private[_-]?key|password|passwd|secret|authorization|credentials?)"
+_NAME = re.compile(rf"(?:|.*[_\-. ]){NAMES}", re.IGNORECASE)  # may end a longer one, never begin one (tokens)
+_OF_TEXT = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask|stop)_token", re.IGNORECASE)
+_SPECIAL = re.compile(r"[<\[]")  # image_token = "<image>"
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a value under this name must not be shown: `token`, `hub_token`, `API-Key`, but not `max_tokens`."""
+    return _NAME.fullmatch(name) is not None and _OF_TEXT.fullmatch(name) is None
+
+
+def is_secret(name: str, value: object) -> bool:
+    """Whether this value under this name is a secret itself. Numbers and special tokens are settings."""
+    if not is_secret_name(name) or not isinstance(value, str | bytes) or not value:
+        return False
+    return isinstance(value, bytes) or _SPECIAL.match(value) is None
+
+
+def unfit_to_save(raw: object, where: str = "") -> Iterator[str]:
+    """A sentence for each secret in a run file, which is not shown, and for each number that JSON does not have."""
+    items: Iterator[tuple[Any, Any]] = iter(())
+    if isinstance(raw, Mapping):
+        items = iter(raw.items())
+    elif isinstance(raw, list):
+        items = iter(enumerate(raw))
+    for key, value in items:
+        path = f"{where}.{key}" if where else str(key)
+        if is_secret(str(key), value):
+            yield (
+                f"{path}=*** must not be written in a run file, which is saved and sent as it is; give the name of an "
+                f"environment variable under another key, such as {key}_env, and read it with "
+                "astraflow.config.env.secret_from_env"
+            )
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield f"{path}={value} must be a finite number; give a large one, or leave it out for the default"
+        else:
+            yield from unfit_to_save(value, path)
