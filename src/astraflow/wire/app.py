@@ -28,6 +28,7 @@ from astraflow.errors import (
     SchemaError,
     WireError,
 )
+from astraflow.wire.bulk import Bulk, BulkProtocol, Cut, bulk_of
 from astraflow.wire.codec import CONTENT_TYPE
 from astraflow.wire.local import BODY_HEADER, HOST_HEADER, INBOX_HEADER, Body, Inbox, host_identity
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
@@ -213,7 +214,15 @@ async def read_stream_body(request: Request) -> Body:
         raise HttpError(
             415, f"content-type={kind[:80]} must be {CONTENT_TYPE}; send an Arrow IPC stream, see docs/protocol.md"
         )
-    return _from_inbox(request) or Body(await _receive(request))
+    if (body := _from_inbox(request)) is not None:
+        return body
+    inbox: Inbox | None = request.app.state.inbox
+    bulk = bulk_of(request.scope)
+    if inbox is None or bulk is None:
+        return Body(await _receive(request))
+    with inbox.draft() as draft:
+        await _read(bulk, draft.write)
+        return draft.body()
 
 
 def _from_inbox(request: Request) -> Body | None:
@@ -238,15 +247,34 @@ async def read_body(request: Request) -> memoryview:
 async def _receive(request: Request) -> memoryview:
     length, limit = request.headers.get("content-length", ""), request.app.state.limit
     buffer, filled = bytearray(int(length) if length.isdigit() else 0), 0
+
+    def add(piece: bytes | memoryview) -> None:
+        nonlocal filled
+        if (end := filled + len(piece)) > limit:
+            raise _too_large(end, limit)
+        buffer[filled:end] = piece
+        filled = end
+
+    if (bulk := bulk_of(request.scope)) is not None:
+        await _read(bulk, add)
+        return memoryview(buffer)
     try:
         async for piece in request.stream():
-            if (end := filled + len(piece)) > limit:
-                raise _too_large(end, limit)
-            buffer[filled:end] = piece
-            filled = end
+            add(piece)
     except ClientDisconnect as error:
-        raise HttpError(400, "body=cut must be complete; send the request again") from error
+        raise _cut() from error
     return memoryview(buffer)
+
+
+async def _read(bulk: Bulk, write: Callable[[memoryview], object]) -> None:
+    try:
+        await bulk.read(write)
+    except Cut as error:
+        raise _cut() from error
+
+
+def _cut() -> HttpError:
+    return HttpError(400, "body=cut must be complete; send the request again")
 
 
 def is_loopback(host: str) -> bool:
@@ -304,14 +332,17 @@ async def serve(
     stop: asyncio.Event,
     *,
     grace_s: float = 3.0,
+    bulk: bool = False,
 ) -> None:
     """Serve `app` on a socket from `bind` until `stop` is set; `on_ready(url)` is called once it answers.
 
+    Args: bulk: large bodies take the short way of `wire.bulk`, which all endpoints of `app` must know.
     Raises: LaunchError: the app's lifespan failed at start.
     """
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=max(1, round(grace_s)),
-        timeout_keep_alive=75, ws="none", server_header=False, date_header=False, backlog=1024, limit_max_requests=None,
+        app, http=BulkProtocol if bulk else "auto", log_config=None, access_log=False, lifespan="on",
+        timeout_graceful_shutdown=max(1, round(grace_s)), timeout_keep_alive=75, ws="none", server_header=False,
+        date_header=False, backlog=1024, limit_max_requests=None,
     )  # fmt: skip
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]), name="http server")

@@ -62,8 +62,8 @@ def stream_pieces(
 ) -> list[memoryview]:
     """One Arrow IPC stream with `header` in its schema metadata, as pieces to be sent or written one after the other.
 
-    Large pieces are views of the table's buffers: nothing is copied. Their size is `nbytes`. `instead`: what to send for
-    the buffer that begins at an address, of the same length; taken out when it was used.
+    Large pieces are views of the table's buffers: nothing is copied. Their size is `nbytes`.
+    `instead`: what to send for the buffer that begins at an address, of the same length; taken out when it was used.
     """
     schema = table.schema.with_metadata({HEADER_KEY: msgspec.json.encode(header)})
     sink = _Gather(instead)

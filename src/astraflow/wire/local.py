@@ -20,15 +20,15 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote, unquote
 
 from astraflow.config.env import shared_memory_allowed
-from astraflow.errors import SchemaError
+from astraflow.errors import JournalError, SchemaError
 
 HOST_HEADER = "x-astraflow-host"  # of a request: the client's `host_identity`
 INBOX_HEADER = "x-astraflow-inbox"  # of an answer: a place that takes bodies
@@ -152,12 +152,59 @@ class Inbox:
                 BODY_HEADER, name, f"cannot be opened ({error.strerror})", "send the request again"
             ) from error
 
+    def draft(self) -> Draft:
+        """A new body that comes over a socket; use it in a `with` block."""
+        return Draft(self._directory / secrets.token_hex(16))
+
     def _sweep(self, older_s: float) -> None:
         now = time.time()
         for entry in os.scandir(self._directory):
             with suppress(FileNotFoundError):  # its writer took it back
                 if _NAME.fullmatch(entry.name) and now - entry.stat(follow_symlinks=False).st_mtime >= older_s:
                     os.unlink(entry.path)
+
+
+class Draft:
+    """A file of the inbox that is being written. When its block ends without `body`, it is gone.
+
+    Raises: JournalError: the disk is full or failed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._kept = path, False
+
+    def __enter__(self) -> Draft:
+        with _full(self._path):
+            self._file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self._file)
+        if not self._kept:
+            self._path.unlink(missing_ok=True)
+
+    def write(self, piece: memoryview) -> None:
+        """Add bytes at the end."""
+        with _full(self._path):
+            while piece:
+                piece = piece[os.write(self._file, piece) :]
+
+    def body(self) -> Body:
+        """It is complete."""
+        body = Body(_map(self._path), self._path)
+        self._kept = True
+        return body
+
+
+@contextmanager
+def _full(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise JournalError(
+            "inbox", str(path.parent), f"cannot be written ({error.strerror})",
+            "make room on the disk; the request is repeated by its sender",
+        ) from error  # fmt: skip
 
 
 def _map(path: Path) -> memoryview:

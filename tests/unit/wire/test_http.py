@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -12,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import uvloop
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -41,11 +44,13 @@ from astraflow.wire.app import (
 )
 from astraflow.wire.client import HttpClient
 from astraflow.wire.codec import CONTENT_TYPE, read_stream, stream_pieces
-from astraflow.wire.local import Inbox, host_identity
+from astraflow.wire.local import BODY_HEADER, HOST_HEADER, Inbox, host_identity
 from astraflow.wire.messages import Ok
 
-BODIES: list[Path | None] = []
-"""Where the bodies of /bulk lay; None: they came over the socket."""
+NAMES: list[str | None] = []
+"""Of the bodies of /bulk in the inbox; None: they came over the socket."""
+PATHS: list[Path | None] = []
+"""Where the bodies of /bulk lay; None: in memory."""
 FULL = 0
 """How many requests the disk is still full for."""
 
@@ -64,7 +69,8 @@ async def echo(request: Request) -> Response:
 
 async def bulk(request: Request) -> Response:
     with await read_stream_body(request) as body:
-        BODIES.append(body.path)
+        NAMES.append(request.headers.get(BODY_HEADER))
+        PATHS.append(body.path)
         return StreamReply([memoryview(bytes(body.view))])
 
 
@@ -78,7 +84,12 @@ async def fail(request: Request) -> Response:
 
 
 @contextmanager
-def running(token: str | None = None, inbox: Inbox | None = None, limit: int = MAX_BODY_BYTES) -> Iterator[str]:
+def running(
+    token: str | None = None,
+    inbox: Inbox | None = None,
+    limit: int = MAX_BODY_BYTES,
+    fast: bool = True,
+) -> Iterator[str]:
     routes = [
         Route("/echo", echo, methods=["POST"]),
         Route("/bulk", bulk, methods=["POST"]),
@@ -87,7 +98,7 @@ def running(token: str | None = None, inbox: Inbox | None = None, limit: int = M
     ]
     url: list[str] = []
     ready = threading.Event()
-    loop = asyncio.new_event_loop()
+    loop = uvloop.new_event_loop() if fast else asyncio.new_event_loop()
     stop = asyncio.Event()
 
     def on_ready(text: str) -> None:
@@ -96,7 +107,7 @@ def running(token: str | None = None, inbox: Inbox | None = None, limit: int = M
 
     async def main() -> None:
         app = create_app(routes, token=token, inbox=inbox, max_body_bytes=limit)
-        await serve(app, bind("127.0.0.1", 0, "port"), on_ready, stop)
+        await serve(app, bind("127.0.0.1", 0, "port"), on_ready, stop, bulk=True)
 
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
     thread.start()
@@ -121,14 +132,14 @@ def test_bulk_of_several_pieces_comes_back_in_one_buffer(
     monkeypatch.setattr(client_module, "host_identity", host_identity if shared else lambda: "")
     table = pa.table({"x": pa.array(range(2_000_000), pa.int64())})
     pieces = stream_pieces(Ok(), table)
-    BODIES.clear()
+    NAMES.clear()
     with running(inbox=Inbox(tmp_path)) as url:
         client = HttpClient(url)
         client.json("POST", "/echo", Ok(), Ok)  # learns where bodies may be put
         for _ in range(2):  # the connection is used again
             _, payload, _ = bulk_of(client, pieces)
             assert read_stream(payload, Ok)[1].equals(table)
-    assert [path is not None for path in BODIES] == [shared, shared]
+    assert [name is not None for name in NAMES] == [shared, shared]
     assert not list(tmp_path.iterdir())
 
 
@@ -147,6 +158,65 @@ def bulk_of(client: HttpClient, pieces: list[memoryview]) -> tuple[int, memoryvi
     finally:
         client._send = send  # type: ignore[method-assign]
     return replies[-1]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_large_body_over_the_socket_goes_past_the_parser(fast: bool, kept: bool, tmp_path: Path) -> None:
+    sizes = [1 << 20, (9 << 20) + 7, 100, 5 << 20]
+    PATHS.clear()
+    with running(inbox=Inbox(tmp_path) if kept else None, fast=fast) as url:
+        client = HttpClient(url)
+        client._headers.pop(HOST_HEADER, None)
+        for size in sizes:
+            content = bytes(i % 251 for i in range(1000)) * (size // 1000 + 1)
+            _, payload, _ = bulk_of(client, [memoryview(content[: size // 3]), memoryview(content[size // 3 : size])])
+            assert payload == content[:size]
+        assert len(client._pool._idle) == 1  # one connection for all of them
+    assert [path is not None for path in PATHS] == [kept and size >= 1 << 20 for size in sizes]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refused_large_body_is_not_read_and_the_connection_goes_on(tmp_path: Path) -> None:
+    pieces = [memoryview(bytes(8 << 20))]
+    with running("right", Inbox(tmp_path)) as url:
+        stranger = HttpClient(url, "wrong")
+        with pytest.raises(Unauthorized):
+            stranger.post_stream("/bulk", pieces, Ok)
+        stranger._headers["authorization"] = "Bearer right"
+        assert stranger.json("POST", "/echo", Ok(), Ok).ok
+        with pytest.raises(WireError, match=r"must be .*arrow"):
+            stranger._send("POST", "/bulk", pieces, "text/plain", 0.0)
+        assert len(bulk_of(stranger, pieces)[1]) == 8 << 20
+
+
+@pytest.mark.parametrize("at", [0, 100_000, 6 << 20])
+def test_a_large_body_that_is_cut_leaves_nothing_behind(at: int, tmp_path: Path) -> None:
+    with running(inbox=Inbox(tmp_path)) as url:
+        with socket.create_connection(url.removeprefix("http://").split(":"), timeout=5) as sock:
+            head = (
+                f"POST /bulk HTTP/1.1\r\nhost: x\r\ncontent-type: {CONTENT_TYPE}\r\ncontent-length: {8 << 20}\r\n\r\n"
+            )
+            sock.sendall(head.encode() + bytes(at))
+        client = HttpClient(url)
+        client.json("POST", "/echo", Ok(), Ok)
+        assert len(bulk_of(client, [memoryview(bytes(2 << 20))])[1]) == 2 << 20
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_while_a_large_body_comes_is_507(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, piece: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with running(inbox=Inbox(tmp_path)) as url:
+        client = HttpClient(url, give_up_s=0.2)
+        client._headers.pop(HOST_HEADER, None)
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(WireError, match=r"cannot be written .No space left") as caught:
+            client.post_stream("/bulk", [memoryview(bytes(8 << 20))], Ok)
+        monkeypatch.undo()
+        assert caught.value.status == 507 and len(bulk_of(client, [memoryview(bytes(2 << 20))])[1]) == 2 << 20
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_body_over_the_limit_is_413_before_it_is_read(tmp_path: Path) -> None:
@@ -184,22 +254,22 @@ def test_another_content_type_is_415(kind: str | None) -> None:
 def test_an_inbox_that_the_client_does_not_see_takes_no_bodies(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path)
     inbox.place = inbox.place.replace(":", ":1", 1)  # the inode of another directory
-    BODIES.clear()
+    NAMES.clear()
     with running(inbox=inbox) as url:
         client = HttpClient(url)
         client.json("POST", "/echo", Ok(), Ok)
         bulk_of(client, [memoryview(bytes(2 << 20))])
-    assert BODIES == [None]
+    assert NAMES == [None]
 
 
 def test_a_name_that_was_used_up_is_sent_inline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    BODIES.clear()
+    NAMES.clear()
     with running(inbox=Inbox(tmp_path)) as url:
         client = HttpClient(url)
         client.json("POST", "/echo", Ok(), Ok)
         monkeypatch.setattr(client_module, "put", lambda place, pieces: "0" * 32)
         bulk_of(client, [memoryview(bytes(2 << 20))])
-    assert BODIES == [None]
+    assert NAMES == [None]
 
 
 def test_a_connection_that_the_server_closed_while_idle_is_not_used() -> None:
