@@ -55,8 +55,9 @@ def free_port() -> int:
 
 
 def run_script(script: str, place: Path, limit_s: float) -> subprocess.CompletedProcess[str]:
-    """A bash script in a process group of its own, of which nothing is left."""
-    environment = {**os.environ, "PATH": f"{place / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+    """A bash script in a process group of its own, of which nothing is left, with the installed `astraflow`."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment.pop("PYTHONPATH", None)
     process = subprocess.Popen(
         ["bash", "-c", script], cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -72,11 +73,7 @@ def run_script(script: str, place: Path, limit_s: float) -> subprocess.Completed
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """An empty directory with the README's files in it and `astraflow` on the path."""
-    command = tmp_path / "bin" / "astraflow"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m astraflow "$@"\n')
-    command.chmod(0o755)
+    """An empty directory with the README's files in it."""
     for text in [*blocks("python"), *blocks("toml")]:
         name = text.splitlines()[0].removeprefix("# ")
         assert re.fullmatch(r"\w+\.(py|toml)", name), "the first line of a file in the README is its name"

@@ -35,12 +35,13 @@ def _live(url: str) -> dict[str, Any]:
 def _of_directory(path: Path) -> dict[str, Any]:
     import json
 
+    from astraflow.launch.claim import is_held
     from astraflow.launch.report import summary_of
     from astraflow.launch.rundir import RunDirectory
 
     directory = RunDirectory(path)
     config = directory.config()  # says clearly when there is no run here
-    if directory.ready_file.exists():
+    if is_held(directory) and directory.ready_file.exists():
         try:
             return _live(json.loads(directory.ready_file.read_text())["url"])
         except WireError:

@@ -62,7 +62,7 @@ def run(
     Change any setting after the recipe, for example: astraflow run quickstart --run.steps=5 --run.seed=1
     """
     from astraflow.config.env import token_from_env
-    from astraflow.launch.checks import check_start
+    from astraflow.launch.checks import check_ports, check_start
     from astraflow.launch.plan import plan_processes
     from astraflow.wire.app import check_bind
 
@@ -78,6 +78,7 @@ def run(
         typer.echo(f"run directory: {Path(config.run.directory) / config.run.name}")
         return
     check_start(config, here=True)
+    check_ports(config)
     _launch(config, resume=resume, accept_damage=accept_damage, token=token, cores=cores)
 
 

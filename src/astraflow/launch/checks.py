@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from astraflow.errors import AstraFlowError, ConfigError, Problem, SourceError
 from astraflow.observe.trackers import TRACKERS
 from astraflow.stages.context import StageRun, build_stage
 from astraflow.types import SourceView, Task
+from astraflow.wire.app import bind
 from astraflow.workflows.load import build_workflow
 from astraflow.workflows.single_turn import SingleTurn
 
@@ -133,6 +135,14 @@ def model_problems(config: RunConfig) -> list[str]:
             except AstraFlowError as error:
                 problems.append(f"policies.{name}.{error}")
     return problems
+
+
+def check_ports(config: RunConfig) -> None:
+    """Raises: LaunchError: a port of the run file is used already; asked before the run takes its name."""
+    with ExitStack() as bound:
+        for setting, section in (("dataflow.port", config.dataflow), ("weights.port", config.weights)):
+            if section.port:
+                bound.enter_context(closing(bind(section.host, section.port, setting)))
 
 
 def check_play(config: RunConfig) -> dict[str, int]:

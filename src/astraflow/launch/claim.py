@@ -18,6 +18,7 @@ import msgspec
 from astraflow.config.load import resolved_json
 from astraflow.config.schema import RunConfig
 from astraflow.dataflow.journal.recovery import recover, refuse_loss
+from astraflow.dataflow.machine.plan import plan_of
 from astraflow.dataflow.shell import open_sources
 from astraflow.dataflow.storage.identity import fixed_settings, refuse_other_data
 from astraflow.errors import ConfigError, LaunchError
@@ -33,11 +34,13 @@ def claim(
     """Make or take up the run directory, save the resolved settings in it, and keep others out until the block ends.
 
     Raises: LaunchError: it holds a run and `resume` is false, or the other way round, or somebody else works on it.
-    ConfigError: a resumed run with settings that cannot change. SourceError, JournalError: data missing or different.
+    ConfigError: a resumed run with settings that cannot change. Problem: settings that do not fit the sources.
+    SourceError, JournalError: data missing or different.
     """
     directory = RunDirectory((path or Path(config.run.directory) / config.run.name).resolve())
     _refuse_wrong_start(directory, config, resume)  # before anything is made
     sources = open_sources(config)
+    plan_of(config, sources)
     with _held(directory):
         _refuse_wrong_start(directory, config, resume)  # now nobody else can begin it
         if resume:
@@ -52,10 +55,29 @@ def claim(
         try:
             directory.logs.mkdir(exist_ok=True)
             directory.ready_file.parent.mkdir(exist_ok=True)
+            directory.ready_file.unlink(missing_ok=True)  # of a service that was killed
             write_whole(directory.config_file, resolved_json(config))
         except OSError as error:
             raise _unwritable(directory, error) from error
-        yield directory
+        try:
+            yield directory
+        finally:
+            directory.ready_file.unlink(missing_ok=True)
+
+
+def is_held(directory: RunDirectory) -> bool:
+    """Somebody works on the run now: only then does its `ready_file` speak of it."""
+    try:
+        file = os.open(directory.path / ".lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(file)
 
 
 def frozen_changes(old: RunConfig, new: RunConfig) -> list[str]:

@@ -94,7 +94,6 @@ class Supervisor:
 
         Raises: LaunchError: a process could not be kept alive; names it and its last words.
         """
-        self.directory.ready_file.unlink(missing_ok=True)
         with self._signals():
             try:
                 self._take(Tick())

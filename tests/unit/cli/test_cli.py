@@ -109,6 +109,9 @@ def test_a_used_port_takes_no_run_name(
     with closing(bind("127.0.0.1", 0, "test")) as taken:
         port = taken.getsockname()[1]
         assert "cannot be bound" in failing(["dataflow", "quickstart", f"--port={port}"], capsys, 1)
+        for setting in ("dataflow.port", "weights.port"):
+            err = failing(["run", "quickstart", f"--{setting}={port}"], capsys, 1)
+            assert f"{setting}=127.0.0.1:{port} cannot be bound" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -277,6 +280,21 @@ def test_status_of_a_run_by_hand_that_ended_is_what_it_wrote(
     lines = capsys.readouterr().out.splitlines()
     assert f"state: {state}" in lines and "steps: 3" in lines
     assert f"report: astraflow report {tmp_path} writes it" in lines
+
+
+def test_status_of_a_run_whose_service_was_killed_asks_nobody(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Another service may listen there now: its status would be shown, and it would get our token."""
+    (tmp_path / "run.resolved.json").write_text(resolved_json(open_run("quickstart", [])))
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "policy": "actor", "step": 1}\n')
+    with closing(bind("127.0.0.1", 0, "test")) as other:
+        other.settimeout(0)
+        write_ready(tmp_path / "dataflow" / "ready.json", f"http://127.0.0.1:{other.getsockname()[1]}")
+        assert main(["status", str(tmp_path)]) == 0
+        with pytest.raises(BlockingIOError):
+            other.accept()
+    assert "ended at step 1" in capsys.readouterr().out
 
 
 def test_lines_of_nested_facts() -> None:

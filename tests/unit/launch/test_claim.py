@@ -9,9 +9,9 @@ import pytest
 
 from astraflow.config.schema import RunConfig
 from astraflow.dataflow.journal.log import Journal
-from astraflow.errors import ConfigError, JournalError, LaunchError, SourceError
-from astraflow.launch.claim import claim, frozen_changes
-from astraflow.launch.rundir import RunDirectory
+from astraflow.errors import ConfigError, JournalError, LaunchError, Problem, SourceError
+from astraflow.launch.claim import claim, frozen_changes, is_held
+from astraflow.launch.rundir import RunDirectory, write_ready
 
 
 def config(directory: Path, **changes: Any) -> RunConfig:
@@ -119,6 +119,23 @@ def test_a_new_run_without_its_data_takes_no_name(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="nowhere"):
         taken(config(tmp_path, sources__train={"type": "jsonl", "path": "nowhere.jsonl"}), resume=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_that_do_not_fit_the_sources_take_no_name(tmp_path: Path) -> None:
+    with pytest.raises(Problem, match=r"evaluation\.num_tasks=100000 is more than sources\.heldout has \(60\)"):
+        taken(config(tmp_path, evaluation__num_tasks=100000), resume=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_ready_file_lives_as_long_as_the_claim(tmp_path: Path) -> None:
+    with claim(config(tmp_path), resume=False) as directory:
+        assert is_held(directory)
+        write_ready(directory.ready_file, "http://127.0.0.1:1")
+    assert not is_held(directory) and not directory.ready_file.exists()
+    write_ready(directory.ready_file, "http://127.0.0.1:1")  # its process was killed
+    with claim(config(tmp_path), resume=True):
+        assert not directory.ready_file.exists()
+    assert not is_held(RunDirectory(tmp_path / "none"))
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
