@@ -106,7 +106,7 @@ class StageEndpoints:
             header,
             table,
             lambda entry_id, attempt: machine.stages.held(plan.name, header.worker_id, entry_id, attempt),
-            lambda entry: token_counts(entry, machine.state.puts, shell.segments.read),
+            lambda entries: token_counts(entries, machine.state.puts, shell.segments.read),
         )
         if isinstance(checked, Refused):
             leases = [*header.leases, *((e, a) for e, a, _ in header.failed)]

@@ -31,8 +31,10 @@ def staged_rows(
     return StagedRows(list(dict.fromkeys(rows.owners)), entry_table(rows, read).select(list(needs)))
 
 
-def token_counts(entry: StagedEntry, puts: Mapping[int, Put], read: Read) -> np.ndarray:
-    """[rows of the entry] int64: tokens of each."""
-    with pa.ipc.open_stream(read(puts[entry.part.put])) as reader:
-        counts: np.ndarray = list_lengths(reader.read_all().column("token_ids"))[entry.part.rows]
-    return counts
+def token_counts(entries: Sequence[StagedEntry], puts: Mapping[int, Put], read: Read) -> list[np.ndarray]:
+    """Of each entry [rows] int64: tokens of its rows. Each put is opened once."""
+    of_put: dict[int, np.ndarray] = {}
+    for key in {entry.part.put for entry in entries}:
+        with pa.ipc.open_stream(read(puts[key])) as reader:
+            of_put[key] = list_lengths(reader.read_all().column("token_ids"))
+    return [of_put[entry.part.put][entry.part.rows] for entry in entries]

@@ -41,11 +41,11 @@ def check_columns(
     header: ColumnsHeader,
     table: pa.Table,
     held: Callable[[str, int], StagedEntry | None],
-    token_counts: Callable[[StagedEntry], np.ndarray],
+    token_counts: Callable[[list[StagedEntry]], list[np.ndarray]],
 ) -> list[EntryColumns] | Refused:
     """The entries of a request as the machine takes them, bad ones with their problem; or why all is refused.
 
-    Args: held: the entry, when the sender holds this attempt of it. token_counts: tokens of each row of an entry.
+    Args: held: the entry, when the sender holds this attempt of it. token_counts: of each entry, tokens of its rows.
     """
     entries = [held(*lease) for lease in header.leases]
     sizes = _sizes(header)
@@ -55,7 +55,8 @@ def check_columns(
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     tokens = None
     if "token" in plan.adds.values():
-        counts = [token_counts(e) if e is not None else np.full(n, -1) for e, n in zip(entries, sizes, strict=True)]
+        known = iter(token_counts([entry for entry in entries if entry is not None]))
+        counts = [next(known) if e is not None else np.full(n, -1) for e, n in zip(entries, sizes, strict=True)]
         tokens = np.concatenate(counts) if counts else np.empty(0, np.int64)
     bad = _bad_rows(plan, header, table, tokens)
     rewards = table.column("reward").to_pylist() if "reward" in plan.adds else []
