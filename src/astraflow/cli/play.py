@@ -49,9 +49,8 @@ def sft(
 
     setup_logging("sft")
     torch.set_num_threads(threads)
-    source = config.sources[section.warm_start.source]
     directory = model_directory(section.model, cache_dir(), config.run.seed)
-    metrics = run_sft(directory, out, source, section.warm_start, config.run.seed)
+    metrics = run_sft(directory, out, config, name)
     typer.echo(f"loss {metrics['loss']:.4f}; wrote {out}")
 
 

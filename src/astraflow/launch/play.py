@@ -88,7 +88,7 @@ def play(config: RunConfig, models: Mapping[str, str], tasks: Sequence[Task], op
         for name, section in config.policies.items()
     }
     changed = config.model_copy(update={"policies": sections})
-    episodes = run_loop(_play(changed, list(_leases(changed, tasks, options)), options))
+    episodes = run_loop(_play(changed, list(leases_of(changed, tasks, options)), options))
     order = {task.group_id: place for place, task in enumerate(tasks)}
     return sorted(episodes, key=lambda e: (order[e.task.group_id], e.episode_id))
 
@@ -97,10 +97,11 @@ def _directory(model: str, config: RunConfig) -> Path:
     return model_directory(model, cache_dir(), config.run.seed)
 
 
-def _leases(config: RunConfig, tasks: Sequence[Task], options: PlayOptions) -> Iterator[EpisodeLease]:
+def leases_of(config: RunConfig, tasks: Sequence[Task], options: PlayOptions) -> Iterator[EpisodeLease]:
+    """Every episode to play, sampled as an evaluation round of the run samples at this temperature."""
     sampling = {
-        name: Sampling(temperature=options.temperature, max_tokens=section.sampling.max_tokens)
-        for name, section in config.policies.items()
+        name: Sampling(temperature=options.temperature, top_p=s.top_p, top_k=s.top_k, max_tokens=s.max_tokens)
+        for name, s in ((name, section.sampling) for name, section in config.policies.items())
     }
     for task in tasks:
         for sample in range(options.samples):

@@ -17,9 +17,7 @@ from astraflow.config.env import cache_dir
 from astraflow.config.rooms import build, check_options, resolve
 from astraflow.config.schema import PolicySection, RunConfig
 from astraflow.config.serving import off_policy_problems
-from astraflow.contracts import Source
 from astraflow.errors import ConfigError
-from astraflow.models.chat import ChatTokenizer
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import load_model, load_tensors, state_tensors
 from astraflow.models.registry import model_directory
@@ -33,7 +31,7 @@ from astraflow.training.checkpoint import (
     optimizer_tensors,
     save_checkpoint,
 )
-from astraflow.training.sft import Demonstrations, supervised_steps
+from astraflow.training.sft import warm_start
 from astraflow.training.step import StepCounts, Stepper, StepSettings
 from astraflow.weights.store import FileStore
 
@@ -152,15 +150,7 @@ class Learner:
         section = self.section.warm_start
         if section is None:
             return
-        spec = self.config.sources[section.source]
-        source: Source = build("sources", spec.type, spec.options, f"sources.{section.source}")
-        demonstrations = Demonstrations(
-            source, section.source, ChatTokenizer(self._directory), section.batch, self.config.run.seed
-        )
-        metrics = supervised_steps(
-            self.model, demonstrations, section, self.section.optimizer, self.section.batch.tokens_per_microbatch,
-            self._should_stop,
-        )  # fmt: skip
+        metrics = warm_start(self.model, self._directory, self.config, self.policy, self._should_stop)
         log.info("warm start: %d steps in %.1f s, loss %.4f", section.steps, metrics["perf/wall_s"], metrics["loss"])
         self.save()  # a restart before the first checkpoint of the run must not learn it all again
 

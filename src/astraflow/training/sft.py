@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from astraflow.algorithms.aggregate import Aggregation
 from astraflow.config.rooms import build
-from astraflow.config.schema import BatchSection, Component, OptimizerSection, WarmStartSection
+from astraflow.config.schema import OptimizerSection, RunConfig, WarmStartSection
 from astraflow.contracts import Source
 from astraflow.errors import SourceError
 from astraflow.models.chat import ChatTokenizer
@@ -105,14 +105,28 @@ def supervised_steps(
     return metrics | {"perf/wall_s": time.perf_counter() - begin}
 
 
-def run_sft(
-    model_directory: Path, target: Path, source: Component, section: WarmStartSection, seed: int = 0
+def warm_start(
+    model: PreTrainedModel, model_directory: Path, config: RunConfig, policy: str,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:  # fmt: skip
-    """Fine-tune the model of a directory on demonstrations and save it as a Hugging Face directory `target`."""
+    """Take the warm start of a policy that has one, in place; returns the metrics of the last step."""
+    own = config.policies[policy]
+    section = own.warm_start
+    assert section is not None, policy
+    spec = config.sources[section.source]
+    source: Source = build("sources", spec.type, spec.options, f"sources.{section.source}")
+    tokenizer = ChatTokenizer(model_directory)
+    demonstrations = Demonstrations(source, section.source, tokenizer, section.batch, config.run.seed)
+    return supervised_steps(
+        model, demonstrations, section, own.optimizer, own.batch.tokens_per_microbatch, should_stop
+    )  # fmt: skip
+
+
+def run_sft(model_directory: Path, target: Path, config: RunConfig, policy: str) -> dict[str, float]:
+    """Take the warm start of a policy as its run does and save it as a Hugging Face directory `target`."""
+    torch.manual_seed(config.run.seed)
     model = load_model(model_directory)
-    rows: Source = build("sources", source.type, source.options, f"sources.{section.source}")
-    demonstrations = Demonstrations(rows, section.source, ChatTokenizer(model_directory), section.batch, seed)
-    metrics = supervised_steps(model, demonstrations, section, OptimizerSection(), BatchSection().tokens_per_microbatch)
+    metrics = warm_start(model, model_directory, config, policy)
     save_model(target, model, model_directory)
     return metrics
 

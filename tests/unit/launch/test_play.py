@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from astraflow.config.schema import RunConfig
-from astraflow.launch.play import PlayOptions, play
+from astraflow.dataflow.machine.plan import plan_of
+from astraflow.dataflow.shell import open_sources
+from astraflow.launch.play import PlayOptions, leases_of, play
 from astraflow.types import Task
 
 DIES = """
@@ -31,3 +33,17 @@ def test_the_rest_is_played_after_a_worker_died(tmp_path, monkeypatch):
     episodes = play(config, {}, tasks, PlayOptions(concurrency=1))
     kinds = [(e.error or "").partition(":")[0] for e in episodes]
     assert kinds[0] == "worker_killed" and "worker_killed" not in kinds[1:] and len(kinds) == 3
+
+
+def test_eval_samples_as_a_round_of_the_run():
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "p", "steps": 1},
+            "sources": {"train": {"type": "sums"}},
+            "workflow": {"type": "single_turn", "reward": "sums"},
+            "policies": {"actor": {"model": "tiny-char", "sampling": {"top_p": 0.5, "top_k": 7, "max_tokens": 9}}},
+            "evaluation": {"source": "train", "temperature": 0.8},
+        }
+    )
+    (lease,) = leases_of(config, [Task("train", 0, 0, {})], PlayOptions(temperature=0.8))
+    assert lease.sampling["actor"] == plan_of(config, open_sources(config)).policies["actor"].sampling["eval"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from astraflow.config.schema import Component, OptimizerSection, WarmStartSection
+from astraflow.config.schema import OptimizerSection, RunConfig, WarmStartSection
 from astraflow.errors import SourceError
 from astraflow.models.chat import ChatTokenizer
 from astraflow.models.load import load_model
 from astraflow.sources.calculator import CalculatorSource
+from astraflow.training.learner import Learner
 from astraflow.training.sft import Demonstrations, run_sft, supervised_steps
 
 
@@ -52,11 +53,24 @@ def test_a_row_that_is_no_demonstration_is_named(tiny_char):
         Demonstrations(source, "demos", ChatTokenizer(tiny_char), 2, 0).rows(0)
 
 
-def test_run_sft_writes_a_model_directory(tiny_char, tmp_path):
-    section = WarmStartSection(source="demos", steps=3, batch=8, lr=2e-3)
-    results = []
-    for name in ("a", "b"):
-        run_sft(tiny_char, tmp_path / name, Component(type="calculator", demos=True), section, seed=5)
-        results.append(load_model(tmp_path / name))
-        assert ChatTokenizer(tmp_path / name).eos_ids
-    assert all(torch.equal(a, b) for a, b in zip(results[0].parameters(), results[1].parameters(), strict=True))
+def test_sft_gives_the_weights_that_the_run_starts_from(tiny_char, tmp_path):
+    policy = {
+        "model": str(tiny_char),
+        "batch": {"tokens_per_microbatch": 64},
+        "optimizer": {"betas": [0.5, 0.6], "weight_decay": 0.5, "grad_clip": 0.1},
+        "warm_start": {"source": "demos", "steps": 3, "batch": 8, "lr": 2e-3},
+    }
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "r", "steps": 6, "seed": 4},
+            "sources": {"train": {"type": "calculator"}, "demos": {"type": "calculator", "demos": True}},
+            "workflow": {"type": "single_turn"},
+            "policies": {"actor": policy},
+        }
+    )
+    run_sft(tiny_char, tmp_path / "sft", config, "actor")
+    assert ChatTokenizer(tmp_path / "sft").eos_ids
+    learner = Learner(config, "actor", tmp_path / "run")
+    learner.close()
+    ours = load_model(tmp_path / "sft").parameters()
+    assert all(torch.equal(a, b) for a, b in zip(ours, learner.model.parameters(), strict=True))
