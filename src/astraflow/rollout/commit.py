@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from astraflow.wire.client import DISK_FULL
 R = TypeVar("R")
 log = logging.getLogger("astraflow.node")
 MAX_EPISODES = 256  # of one request
+TELL_EVERY_S = 10.0
 _PAUSE_S = 0.5
 
 
@@ -26,6 +28,7 @@ class Reach:
     def __init__(self, give_up_s: float) -> None:
         self.give_up_s = give_up_s
         self._last = time.monotonic()
+        self._told = -math.inf
         self.num_failures = 0
 
     async def ask(self, what: str, request: Callable[[], R]) -> R:
@@ -56,7 +59,10 @@ class Reach:
         lasted_s = time.monotonic() - since
         if lasted_s > self.give_up_s:
             raise type(error)(f"{error}; given up after {lasted_s:.0f} s", error.status) from error
-        log.warning("asked again, for %.0f s now: %s", lasted_s, error)
+        if time.monotonic() - self._told >= TELL_EVERY_S:  # one of the loops says it for all
+            self._told = time.monotonic()
+            left_s = self.give_up_s - lasted_s
+            log.warning("waits for the dataflow service, up to %.0f s more; episodes go on: %s", left_s, error)
 
 
 class Committer:

@@ -57,6 +57,7 @@ from astraflow.wire.messages import Join, RunReply
 log = logging.getLogger("astraflow.node")
 
 POLL_S = 20.0  # longest wait of one request for leases
+_RETRY_S = 2.0  # one try of an unreachable service, after which the log says what is waited for
 _START_S = 30.0  # a service that has never answered is given up earlier
 _SWITCH_S = 0.0005  # the engine's thread and the loop share the interpreter; the default of 5 ms stalls calls
 
@@ -116,7 +117,7 @@ class _Node:
     def __init__(self, options: NodeOptions) -> None:
         self._options = options
         self._id = f"{options.name}-{uuid.uuid4().hex[:12]}"
-        self._client = DataflowClient(options.dataflow_url, options.token, give_up_s=min(10.0, options.give_up_s))
+        self._client = DataflowClient(options.dataflow_url, options.token, give_up_s=min(_RETRY_S, options.give_up_s))
         self._weight_client = WeightClient(options.token)
         self._weights: dict[str, Weights] = {}
         self._reach = Reach(min(_START_S, options.give_up_s))

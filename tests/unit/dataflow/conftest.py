@@ -54,6 +54,10 @@ class Service:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(20)
 
+    def submit(self, command: Any) -> Any:
+        """Put a command through the journal."""
+        return asyncio.run_coroutine_threadsafe(self.shell.submit(command), self._loop).result(20)
+
     def client(self, token: str | None = None) -> DataflowClient:
         """A new client."""
         client = DataflowClient(self.url, token or self._token, give_up_s=3.0)

@@ -162,10 +162,17 @@ def test_an_episode_whose_attempts_are_all_lost_counts_as_failed_and_its_group_c
     check_law(desk.machine)
 
 
-def test_a_node_is_told_once_which_of_its_leases_are_no_longer_held(desk: Desk) -> None:
-    (lease,) = desk.lease(1)
-    desk.do(c.Expire(leases=[(lease.episode_id, 1)]))
-    assert desk.machine.live.nodes["n"].cancelled == [(lease.episode_id, 1)]
+def test_a_node_is_told_which_of_its_leases_are_no_longer_held_until_it_has_heard_it(desk: Desk) -> None:
+    first, second = desk.lease(2)
+    desk.do(c.Expire(leases=[(first.episode_id, 1), (second.episode_id, 1)]))
+    seen = desk.machine.live.nodes["n"]
+    assert seen.cancelled == [(first.episode_id, 1), (second.episode_id, 1)]
+    seen.forget_cancelled([(first.episode_id, 1), ("never/0/0/0", 1)])
+    seen.forget_cancelled([])
+    assert seen.cancelled == [(second.episode_id, 1)]
+    seen.cancelled += [("x", n) for n in range(5000)]
+    seen.forget_cancelled([])
+    assert len(seen.cancelled) <= 1024, "a node that never says so"
 
 
 def test_an_expiry_of_an_attempt_that_is_over_changes_nothing(desk: Desk) -> None:

@@ -13,6 +13,7 @@ import pytest
 import urllib3
 
 from astraflow.dataflow.client import DataflowClient
+from astraflow.dataflow.machine import commands as c
 from astraflow.errors import DataflowError, Unauthorized, WireError
 from astraflow.testing.dataflow import Rows, episode, policy_section, small_config, sources, trajectory
 from astraflow.types import EpisodeLease
@@ -46,6 +47,19 @@ def status_of(call: Callable[[], Any]) -> int | None:
     with pytest.raises(WireError) as caught:
         call()
     return caught.value.status
+
+
+def test_cancels_are_said_again_until_a_heartbeat_confirms_them(serve: Any) -> None:
+    service = serve(small_config())
+    client = service.start()
+    (lease,) = client.lease("n", 1).leases
+    expired = c.Expire(leases=[(lease.episode_id, 1)])
+    service.submit(expired)
+    told = [(lease.episode_id, 1)]
+    assert client.heartbeat("n", {}, {}).cancelled == told  # suppose that this reply is lost
+    assert client.heartbeat("n", {}, {}).cancelled == told
+    assert client.heartbeat("n", {}, {}, told).cancelled == []
+    assert client.heartbeat("n", {}, {}).cancelled == []
 
 
 def test_a_run_from_the_first_lease_to_the_end(serve: Serve, tmp_path: Path) -> None:

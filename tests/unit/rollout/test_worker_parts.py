@@ -165,6 +165,15 @@ async def test_a_commit_is_repeated_while_the_service_is_away():
     assert committer.reach.num_failures == 2
 
 
+async def test_one_message_says_what_all_loops_of_a_node_wait_for(caplog, monkeypatch):
+    monkeypatch.setattr("astraflow.rollout.commit._PAUSE_S", 0.0)
+    reach, sinks = Reach(60.0), [Sink(failures=4) for _ in range(3)]
+    await asyncio.gather(*(reach.ask("commit", lambda s=s: s([])) for s in sinks))
+    assert reach.num_failures == 12
+    said = [r.getMessage() for r in caplog.records if "waits for the dataflow service" in r.getMessage()]
+    assert len(said) == 1 and "up to 60 s more" in said[0]
+
+
 async def test_a_commit_is_repeated_while_the_disk_is_full_and_given_up_in_the_end():
     full = WireError("journal=x cannot be written; make room", 507)
     sink = Sink(failures=2, error=full)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
+import threading
 import uuid
 from pathlib import Path
 
@@ -60,8 +60,9 @@ def train(url: str, run_dir: Path, policy: str) -> None:
                 draft.write_text(json.dumps(version))
                 draft.replace(saved)
                 client.checkpoint(policy, trainer_id, version)
+    pause = threading.Event()
     while not client.run().finished:
-        time.sleep(0.05)
+        pause.wait(0.05)
     client.close()
 
 
