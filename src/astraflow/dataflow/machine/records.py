@@ -51,7 +51,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def min_version(self) -> int:
         """Oldest version among all sampled tokens; -1: none sampled."""
-        return min((v for v in self.min_versions if v >= 0), default=-1)
+        versions = self.min_versions
+        return versions[0] if len(versions) == 1 else min((v for v in versions if v >= 0), default=-1)
 
 
 class EpisodeCommit(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from astraflow.dataflow.machine import accounts
@@ -77,9 +77,10 @@ class Routing:
         """
         seen = as_group(name, group, parts, self._context)
         self._admission.on_result(seen)
-        rewards = [r for i, r in zip(seen.episode_ids, seen.rewards, strict=True) if _sibling(i) in parts]
+        siblings = [k for k, result in enumerate(group.results) if result is not None]  # of the episodes of `seen`
+        rewards = [r for k, r in zip(siblings, seen.rewards, strict=True) if k in parts]
         result, failed = self._verdict(name, seen, parts)
-        entries = [] if isinstance(result, str) else _entries(group, result, parts, added)
+        entries = [] if isinstance(result, str) else _entries(group, siblings, result, parts, added)
         if not entries and not isinstance(result, str):
             result = accounts.UNSCORED
         if isinstance(result, str):
@@ -134,15 +135,14 @@ def _sibling(episode_id: str) -> int:
     return int(episode_id.rpartition("/")[2])
 
 
-def _entries(group: OpenGroup, result: Group, parts: Parts, added: Mapping[int, list[Added]]) -> list[Entry]:
+def _entries(
+    group: OpenGroup, siblings: Sequence[int], result: Group, parts: Parts, added: Mapping[int, list[Added]]
+) -> list[Entry]:
     """What is trained of a group that its operators let through: scored episodes with sampled tokens."""
     calls = result.call_advantages or [()] * len(result.rewards)
     advantages = result.advantages or [math.fsum(c) / max(len(c), 1) for c in calls]
     entries = []
-    for episode_id, reward, advantage, of_calls in zip(
-        result.episode_ids, result.rewards, advantages, calls, strict=True
-    ):
-        k = _sibling(episode_id)
+    for k, reward, advantage, of_calls in zip(siblings, result.rewards, advantages, calls, strict=True):
         commit, part = group.results[k], parts.get(k)
         if reward is not None and commit is not None and part is not None and part.max_version >= 0:
             success = success_of(commit, part.reward if part.reward is not None else reward)
