@@ -116,6 +116,35 @@ def test_a_used_port_is_one_sentence(tmp_path: Path) -> None:
     assert f"dataflow.port=127.0.0.1:{port} cannot be bound" in words and "choose another port" in words
 
 
+FAKE_TENSORBOARD = """
+import json, pathlib
+
+class Writer:
+    def __init__(self, place):
+        self.file = pathlib.Path(place + ".jsonl").open("a")
+
+    def add_scalar(self, *args):
+        self.file.write(json.dumps(args) + "\\n")
+
+    def close(self):
+        self.file.close()
+"""
+
+
+def test_trackers_get_the_rows_of_steps_and_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "packages" / "tensorboard"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "summary.py").write_text(FAKE_TENSORBOARD)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    with started(tmp_path, "--run.steps=2", "--observe.trackers=['tensorboard']") as run:
+        assert run.wait(120) == 0, run.words()
+    sent = [json.loads(line) for line in (run.directory / "tensorboard.jsonl").read_text().splitlines()]
+    for name, steps in (("reward/mean", [1, 2]), ("eval/success", [0, 2])):
+        wanted = {row["step"]: row[name] for row in run.metrics() if name in row}
+        assert {step: value for found, value, step in sent if found == name} == wanted and list(wanted) == steps
+
+
 def test_the_resolved_settings_lie_beside_the_results(tmp_path: Path) -> None:
     with started(tmp_path, "--run.steps=1", "--policies.actor.optimizer.lr=0.25") as run:
         assert run.wait(120) == 0, run.words()

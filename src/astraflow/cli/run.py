@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,9 +89,14 @@ def _launch(config: RunConfig, *, resume: bool, accept_damage: bool, token: str 
     from astraflow.launch.report import write_report
     from astraflow.launch.supervisor import Supervisor
     from astraflow.observe.console import progress_display
+    from astraflow.observe.trackers import TrackerFeed
 
     finished = False
-    with claim(config, resume=resume, accept_damage=accept_damage) as directory:
+    with ExitStack() as opened:
+        directory = opened.enter_context(claim(config, resume=resume, accept_damage=accept_damage))
+        if config.observe.trackers:
+            settings = config.model_dump(mode="json")
+            opened.enter_context(TrackerFeed(config.observe.trackers, directory.path, config.run.name, settings))
         typer.echo(f"run {config.run.name}: {config.run.steps} steps; logs and results in {directory.path}")
         try:
             with progress_display(config.run.name, config.run.steps, directory.metrics) as progress:

@@ -61,6 +61,10 @@ def claim(
             raise _unwritable(directory, error) from error
         try:
             yield directory
+        except BaseException:
+            if not resume and not (directory.journal / "journal.sqlite").exists():
+                directory.config_file.unlink()  # nothing began: the name is free again
+            raise
         finally:
             directory.ready_file.unlink(missing_ok=True)
 

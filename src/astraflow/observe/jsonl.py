@@ -60,22 +60,22 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonlTail:
-    """The rows that were added to a file since the last look."""
+    """The rows that were added to a file since the last look. `offset`: bytes of it that were looked at."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
-        self._offset = 0
+        self.offset = offset
 
     def new_rows(self) -> list[dict[str, Any]]:
         """Whole new rows, oldest first; a line that is still being written comes the next time."""
         try:
             with self._path.open("rb") as file:
-                file.seek(self._offset)
+                file.seek(self.offset)
                 content = file.read()
         except FileNotFoundError:
             return []
         whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
+        self.offset += len(whole)
         return _decode(whole, self._path)
 
 

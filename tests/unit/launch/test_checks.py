@@ -82,6 +82,13 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypa
     assert [c.name for c in checks.examine(Path()) if not c.ok] == ["torch"]
 
 
+def test_the_package_of_a_tracker_is_needed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = importlib.util.find_spec
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "tensorboard" else known(name))
+    (problem,) = missing_packages(config(observe={"trackers": ["tensorboard"]}))
+    assert problem.endswith("pip install 'astraflow[tensorboard]', or leave it out of observe.trackers")
+
+
 def test_a_model_that_does_not_exist_is_named_with_its_policy(tmp_path: Path) -> None:
     (problem,) = model_problems(config(policies={"actor": {"model": str(tmp_path / "none")}}))
     assert problem.startswith("policies.actor.model=") and "give a Hugging Face directory" in problem

@@ -127,6 +127,16 @@ def test_settings_that_do_not_fit_the_sources_take_no_name(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_start_that_fails_before_its_journal_begins_takes_no_name(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), claim(config(tmp_path), resume=False) as directory:
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), claim(config(tmp_path), resume=False):
+        Journal(directory.journal).close()
+        raise ZeroDivisionError
+    with pytest.raises(LaunchError, match="already holds a run"):
+        taken(config(tmp_path), resume=False)
+
+
 def test_the_ready_file_lives_as_long_as_the_claim(tmp_path: Path) -> None:
     with claim(config(tmp_path), resume=False) as directory:
         assert is_held(directory)
