@@ -94,6 +94,7 @@ class WorkerPool:
             async with asyncio.timeout(self._limits.start_s):
                 while self.num_ready < self._num_workers and self._problem is None:
                     self._changed.clear()
+                    await self._refill()
                     await self._changed.wait()
         except TimeoutError:
             raise self._slow_start() from None
@@ -110,9 +111,13 @@ class WorkerPool:
             for worker in list(self._workers):
                 self._check(worker, now)
             self._gone = [process for process in self._gone if process.poll() is None]
-            while not self._closing and sum(not w.retiring for w in self._workers) < self._num_workers:
-                self.num_restarts += 1
-                await self._spawn()
+            await self._refill()
+
+    async def _refill(self) -> None:
+        """In the place of workers that are gone, also of one that was killed before it was ready."""
+        while not self._closing and sum(not w.retiring for w in self._workers) < self._num_workers:
+            self.num_restarts += 1
+            await self._spawn()
 
     @property
     def num_ready(self) -> int:

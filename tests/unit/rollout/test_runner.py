@@ -282,3 +282,15 @@ async def test_room_waits_for_free_places():
 
 def test_the_vocabulary_of_the_scripts_is_that_of_the_model():
     assert right_calls(np.array([IDS[c] for c in "3*4?"]), 0) == [*ids("[3*4]"), EOS]
+
+
+async def test_a_worker_that_is_killed_while_it_starts_is_replaced():
+    hello = Hello("rollout_scripts:ask_once", {}, ["actor"], "http://127.0.0.1:1/v1", LIMITS.pulse_s)
+    pool = WorkerPool(1, hello, lambda: None, LIMITS)
+    starting = asyncio.create_task(pool.start())
+    while not pool._workers:
+        await asyncio.sleep(0)
+    pool._workers[0].process.kill()
+    await asyncio.wait_for(starting, 20)
+    assert (pool.num_ready, pool.num_restarts) == (1, 1)
+    await pool.close()
