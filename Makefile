@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup quickstart two-nodes smollm2 test lint format types faults soak openapi bench-loop bench-quickstart bench-gateway bench-dataflow bench-pool bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup quickstart two-nodes smollm2 test lint format types faults soak openapi bench-loop bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-pool bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -95,6 +95,9 @@ bench-quickstart: $(VENV)/.dev  ## does the quickstart learn from every seed, an
 
 bench-gateway: $(VENV)/.dev  ## cost of one call through the gateway, in microseconds
 	@$(BIN)/python -m benchmarks.bench_gateway $(ARGS)
+
+bench-data-algorithms: $(VENV)/.dev  ## rollouts until the same reward: vanilla, zero_variance, replay, greso
+	@$(BIN)/python -m benchmarks.bench_data_algorithms $(ARGS)
 
 $(PEERS)/.ready: $(VENV)/.python benchmarks/peers/README.md
 	@echo "environment $(PEERS) with TRL (once)"
