@@ -208,7 +208,7 @@ class Drill:
                 continue
             self.result.restarts += 1
             if process.pid not in self._killed:
-                self.result.problems.append(f"{name} ended by itself with code {code}")
+                raise LaunchError("drill", name, f"ended by itself with code {code}", f"see {self._directory / 'logs'}")
             self._start(name)
         try:
             self._status = self._client.json("GET", "/status", None, dict[str, Any])
