@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.dataflow.journal.recovery import read_log
+from astraflow.dataflow.journal.recovery import JournalDamaged, read_log
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.records import EpisodeCommit, Part
 from astraflow.dataflow.shell import Shell
@@ -218,3 +218,61 @@ async def test_segments_that_nobody_needs_are_deleted(tmp_path: Path) -> None:
     assert first.compaction.num_snapshots >= 1 and first.compaction.waiting_bytes == 400  # the newest is full, too
     assert [p.name for p in directory.iterdir()] == ["000002.arrow"]
     first.close()
+
+
+async def test_with_fsync_rows_are_on_the_disk_before_the_command_that_points_at_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(run__steps=100, dataflow={"fsync": True})
+    first = Shell(config, tmp_path, sources())
+    leases = await begin(first)
+    seen: list[str] = []
+    append = first.journal.append
+    monkeypatch.setattr("astraflow.dataflow.storage.segments.os.fdatasync", lambda file: seen.append("rows"))
+    monkeypatch.setattr(first.journal, "append", lambda entries: (seen.append("command"), append(entries)))
+    await first.submit(commit_of(first, leases[:2]))
+    assert seen == ["rows", "command"]
+    first.close()
+
+
+async def test_a_snapshot_comes_early_when_many_bytes_wait_to_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("astraflow.dataflow.compaction.MAX_WAITING_BYTES", 300)
+    first = Shell(small_config(run__steps=100), tmp_path, sources())  # else after 2000 commands
+    first.segments._limit = 10
+    leases = await begin(first)
+    await first.submit(commit_of(first, leases))
+    for step in (1, 2):
+        await first.submit(c.TakeBatch("actor", "t", step - 1))
+        await first.submit(c.AckBatch("actor", f"actor/{step}", m.Ack(trainer_id="t", version=step)))
+    assert first.compaction.num_snapshots == 0
+    await first.submit(c.CoverBatches("actor", m.Checkpoint(trainer_id="t", version=2)))
+    await first.submit(c.LeaseEpisodes("n", "r2", 0))
+    await first.compaction.ended()
+    assert first.compaction.num_snapshots == 1
+    first.close()
+
+
+async def test_a_damaged_journal_goes_on_from_the_last_good_command_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = shell(tmp_path / "run")
+    leases = await begin(first)
+    await first.submit(commit_of(first, leases[:2]))
+    crashed = image(tmp_path / "run", tmp_path / "crashed")
+    first.close()
+    wal = crashed / "dataflow" / "journal.sqlite-wal"
+    content = bytearray(wal.read_bytes())
+    content[-100] ^= 1
+    wal.write_bytes(content)
+    with pytest.raises(JournalDamaged, match="1 command after command 3 would be lost") as refused:
+        shell(crashed)
+    assert refused.value.num_lost == 1
+    second = Shell(CONFIG, crashed, sources(), accept_damage=True)
+    assert second.machine.state.num_episodes == 0 and len(second.machine.state.nodes["n"].held) == 8
+    assert [d.num_lost for d in second.damage] == [1] and "journal.sqlite-wal was damaged" in caplog.text
+    check_law(second.machine)
+    assert set((await second.submit(commit_of(second, leases[:2]))).values()) == {"accepted"}
+    second.close()
+    shell(crashed).close()

@@ -74,6 +74,7 @@ def test_resume_takes_more_steps_and_another_learning_rate(tmp_path: Path) -> No
         ("policies.actor.v1.model", {"policies__actor__model": "smollm2-135m-instruct"}),
         ("policies.actor.v1.operators", {"policies__actor__operators": ["keep_all"]}),
         ("policies.actor.v1.algorithm.advantage", {"policies__actor__algorithm": {"advantage": "a.b:C"}}),
+        ("policies.actor.v1.sampling.temperature", {"policies__actor__sampling": {"temperature": 0.7}}),
         ("policies.actor.v1.batch.groups", {"policies__actor__batch": {"groups": 3}}),
     ],
 )
@@ -152,3 +153,16 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LaunchError, match=r"cannot be written .*--run.directory"):
         taken(config(tmp_path / "file"), resume=False)
+
+
+def test_a_damaged_journal_is_refused_unless_somebody_accepts_what_is_lost(tmp_path: Path) -> None:
+    directory = taken(config(tmp_path), resume=False)
+    with closing(Journal(directory.journal)) as journal:
+        journal.snapshot(b"{}", 0.0, {"sources": "{}"})
+        journal.append([(1.0, b"a"), (2.0, b"b")])
+    path = directory.journal / "journal.sqlite"
+    path.write_bytes(path.read_bytes().replace(b"b", b"c"))
+    with pytest.raises(JournalError, match=r"would be lost; .*--accept-damage"):
+        taken(config(tmp_path), resume=True)
+    with claim(config(tmp_path), resume=True, accept_damage=True):
+        pass
