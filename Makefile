@@ -54,13 +54,13 @@ $(VENV)/.dev: $(VENV)/.smollm2
 setup: $(VENV)/.run  ## make the environment in .venv (everything that a run needs)
 
 quickstart: $(VENV)/.run  ## train the calculator agent end to end on this machine
-	@$(BIN)/astraflow run quickstart $(ARGS)
+	@$(BIN)/astraflow run quickstart --or-resume $(ARGS)
 
 two-nodes: $(VENV)/.run  ## the same on two nodes: one joins late, one is killed and replaced
-	@$(BIN)/astraflow run two-nodes $(ARGS)
+	@$(BIN)/astraflow run two-nodes --or-resume $(ARGS)
 
 smollm2: $(VENV)/.smollm2  ## train SmolLM2-135M-Instruct on short sums
-	@$(BIN)/astraflow run smollm2-arithmetic $(ARGS)
+	@$(BIN)/astraflow run smollm2-arithmetic --or-resume $(ARGS)
 
 test: $(VENV)/.dev lint types  ## everything that CI checks: lint, types, all tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not faults and not gpu" $(TESTS) $(ARGS)

@@ -145,9 +145,19 @@ def test_trackers_get_the_rows_of_steps_and_rounds(tmp_path: Path, monkeypatch: 
         assert {step: value for found, value, step in sent if found == name} == wanted and list(wanted) == steps
 
 
-def test_the_resolved_settings_lie_beside_the_results(tmp_path: Path) -> None:
-    with started(tmp_path, "--run.steps=1", "--policies.actor.optimizer.lr=0.25") as run:
+def test_the_same_start_twice_is_one_run(tmp_path: Path) -> None:
+    words = ["--or-resume", "--run.steps=1", "--policies.actor.optimizer.lr=0.25"]
+    with started(tmp_path, *words) as run:
         assert run.wait(120) == 0, run.words()
+    rows, log = run.metrics(), (run.directory / "logs" / "dataflow.log").read_text()
+    with started(tmp_path, *words) as again:
+        assert again.wait(60) == 0, again.words()
+    assert "is finished, all 1 steps are made" in again.output.read_text() and "--run.name=run-2" in again.words()
+    assert again.metrics() == rows
+    assert (run.directory / "logs" / "dataflow.log").read_text() == log, "no process was started"
+    with started(tmp_path, "--or-resume", "--run.steps=2", words[-1]) as more:
+        assert more.wait(120) == 0, more.words()
+    assert more.metrics()[-1]["step"] == 2
     saved = json.loads((run.directory / "run.resolved.json").read_text())
     assert saved["policies"]["actor"]["optimizer"]["lr"] == 0.25
 

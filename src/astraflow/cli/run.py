@@ -55,6 +55,7 @@ def run(
     ctx: typer.Context,
     recipe: Recipe,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of this name.")] = False,
+    or_resume: Annotated[bool, typer.Option("--or-resume", help="Go on with it if there is one, else start.")] = False,
     accept_damage: AcceptDamage = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be started.")] = False,
 ) -> None:
@@ -80,13 +81,14 @@ def run(
         return
     check_start(config, here=True)
     check_ports(config)
+    resume = resume or (or_resume and (Path(config.run.directory) / config.run.name / "run.resolved.json").exists())
     _launch(config, resume=resume, accept_damage=accept_damage, token=token, cores=cores)
 
 
 def _launch(config: RunConfig, *, resume: bool, accept_damage: bool, token: str | None, cores: int) -> None:
     """Run to the end, write the report, say where everything is."""
     from astraflow.launch.claim import claim
-    from astraflow.launch.report import write_report
+    from astraflow.launch.report import is_finished, write_report
     from astraflow.launch.supervisor import Supervisor
     from astraflow.observe.console import progress_display
     from astraflow.observe.trackers import TrackerFeed
@@ -94,6 +96,13 @@ def _launch(config: RunConfig, *, resume: bool, accept_damage: bool, token: str 
     finished = False
     with ExitStack() as opened:
         directory = opened.enter_context(claim(config, resume=resume, accept_damage=accept_damage))
+        if is_finished(directory, config):
+            _say_results(config, directory)
+            typer.echo(
+                f"run {config.run.name} is finished, all {config.run.steps} steps are made; go on with more by --resume "
+                f"--run.steps={2 * config.run.steps}, or start another by --run.name={config.run.name}-2"
+            )
+            return
         if config.observe.trackers:
             settings = config.model_dump(mode="json")
             opened.enter_context(TrackerFeed(config.observe.trackers, directory.path, config.run.name, settings))

@@ -61,6 +61,15 @@ def summary_of(directory: RunDirectory, rows: Sequence[Row] | None = None) -> di
     return summarise(read_jsonl(directory.metrics) if rows is None else rows, status)
 
 
+def is_finished(directory: RunDirectory, config: RunConfig) -> bool:
+    """The run ended with everything that `config` asks for: its rounds, and the last checkpoint of each policy."""
+    kept = _kept(directory)
+    if not kept.exists() or not json.loads(kept.read_text(encoding="utf-8")).get("finished"):
+        return False
+    newest = [directory.newest_checkpoint(policy) for policy in config.policies]
+    return all(path is not None and path.name == f"step-{config.run.steps:06d}" for path in newest)
+
+
 def _kept(directory: RunDirectory) -> Path:
     return directory.report / "status.json"
 

@@ -29,6 +29,7 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
         fixed[f"{where}.model"] = policy["model"]
         fixed[f"{where}.batch.groups"] = policy["batch"]["groups"]
         fixed[f"{where}.operators"] = policy["operators"]
+        fixed[f"{where}.sampling.temperature"] = policy["sampling"]["temperature"]  # what waits is scored with it
         fixed[f"{where}.algorithm.advantage"] = policy["algorithm"]["advantage"]
     fixed["stages"] = sorted(raw["stages"])
     for name, stage in raw["stages"].items():
