@@ -42,7 +42,8 @@ class Calculator:
     """Reward: 0.1 for a valid call, 0.2 x share of the problem copied into it, 0.7 for the right answer after it.
 
     Only `digit operator digit` is a call; anything else ends the conversation as plain content would. The answer counts
-    when it is the second turn, ended by itself (not by length), and reads `<number>.`.
+    when it is the second turn, ended by itself (not by length), and reads `<number>.`. Rewards per call are these parts
+    of the reward: what the call earned, and what the answer did (for `per_call` with `outcome = 0`).
     """
 
     def __init__(self) -> None:
@@ -64,10 +65,12 @@ class Calculator:
         turns = [m for m in messages if m["role"] == "assistant"]
         expr = _called(turns[0]) if turns else None
         if expr is None:
-            return Outcome(reward=0.0, metrics={"success": 0.0})
-        reward = FOR_A_CALL + FOR_COPYING * sum(a == b for a, b in zip(expr, self._problem, strict=False)) / 3
+            return Outcome(reward=0.0, rewards_per_call=[0.0] * len(turns), metrics={"success": 0.0})
+        called = FOR_A_CALL + FOR_COPYING * sum(a == b for a, b in zip(expr, self._problem, strict=False)) / 3
         right = len(turns) == 2 and _says(turns[1], self._answer + ".")
-        return Outcome(reward=reward + (FOR_THE_ANSWER if right else 0.0), metrics={"success": float(right)})
+        answered = FOR_THE_ANSWER if right else 0.0
+        parts = [called, *(0.0 for _ in turns[2:]), answered][: len(turns)]
+        return Outcome(reward=called + answered, rewards_per_call=parts, metrics={"success": float(right)})
 
 
 def _valid_expr(name: str, arguments: Mapping[str, Any]) -> str | None:

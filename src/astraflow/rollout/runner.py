@@ -248,6 +248,11 @@ def build_episode(
 
 def _branches(capture: EpisodeCapture, outcome: Outcome) -> list[Trajectory]:
     reward, per_call = outcome.reward, outcome.rewards_per_call
+    if isinstance(per_call, list):
+        if len(capture.calls) > 1:
+            known = ", ".join(sorted(capture.calls))
+            raise EpisodeError(f"rewards_per_call={per_call} must name a policy: {{policy: [...]}}; known: {known}")
+        per_call = dict.fromkeys(capture.calls, per_call)
     named = {*per_call, *(reward if isinstance(reward, Mapping) else ())}
     if unknown := sorted(named - set(capture.calls)):
         raise EpisodeError(f"policy={unknown[0]!r} is not in this episode; known: {', '.join(sorted(capture.calls))}")

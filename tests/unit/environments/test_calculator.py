@@ -76,3 +76,22 @@ def test_rewards(turns, reward, success):
     got, ok = score(*turns)
     assert got == pytest.approx(reward)
     assert ok == success
+
+
+@pytest.mark.parametrize(
+    ("turns", "parts"),
+    [
+        ((RIGHT_CALL, RESULT, say("12.")), [0.3, 0.7]),
+        ((RIGHT_CALL, RESULT, say("13.")), [0.3, 0.0]),
+        ((call('{"expr": "8-1"}'), RESULT, say("12.")), [0.1, 0.7]),
+        ((RIGHT_CALL, RESULT), [0.3]),
+        ((RIGHT_CALL, RESULT, say("12."), say("12.")), [0.3, 0.0, 0.0]),
+        ((say("12."), say("12.")), [0.0, 0.0]),
+        ((), []),
+    ],
+)
+def test_rewards_per_call_are_the_parts_of_the_reward(turns, parts):
+    world = Calculator()
+    outcome = world.score([*world.reset(TASK), *turns])
+    assert outcome.rewards_per_call == pytest.approx(parts)
+    assert sum(outcome.rewards_per_call) == pytest.approx(outcome.reward)

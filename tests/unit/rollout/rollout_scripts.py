@@ -56,7 +56,7 @@ async def play_by_kind(task, llm):
         return "good"
     if kind == "outcome":
         await llm["actor"].chat([{"role": "user", "content": "1+1?"}])
-        return Outcome(reward={"actor": 0.5}, metrics={"success": 1.0})
+        return Outcome(reward={"actor": 0.5}, rewards_per_call=[0.25], metrics={"success": 1.0})
     if kind == "none":
         await llm["actor"].chat([{"role": "user", "content": "1+1?"}])
         return None

@@ -14,11 +14,12 @@ from astraflow.engines.scripted import ScriptedEngine
 from astraflow.errors import AstraFlowError, EngineError
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
+from astraflow.rollout.gateway.episode import EpisodeCapture
 from astraflow.rollout.gateway.tools import BracketParser
 from astraflow.rollout.pool import PoolLimits, WorkerPool
-from astraflow.rollout.runner import Runner, RunnerOptions
+from astraflow.rollout.runner import Runner, RunnerOptions, build_episode
 from astraflow.rollout.worker.channel import Hello
-from astraflow.types import EpisodeLease, Sampling, Task
+from astraflow.types import EpisodeLease, Outcome, Sampling, Task
 
 LIMITS = PoolLimits(pulse_s=0.05, stall_s=0.6, grace_s=0.3, max_left_running=2)
 
@@ -113,6 +114,7 @@ async def test_every_ending_is_data():
             assert bool(episode.trajectories) == (error is None)
         by_kind = dict(zip(kinds, episodes, strict=True))
         assert by_kind["outcome"].trajectories[0].reward == 0.5
+        assert by_kind["outcome"].trajectories[0].rewards_per_call == (0.25,)
         assert by_kind["outcome"].metrics == {"success": 1.0}
         assert by_kind["odd_numbers"].trajectories[0].reward == 0.5
         assert by_kind["odd_numbers"].trajectories[0].rewards_per_call == (1.0,)
@@ -122,6 +124,14 @@ async def test_every_ending_is_data():
         assert made.runner.endings["done"] == 4
         assert made.runner.endings["reward"] == 3
         assert made.runner.free == 100
+
+
+def test_a_list_of_rewards_per_call_is_for_one_policy():
+    capture = EpisodeCapture(lease("outcome"), {"solver": [], "judge": []})
+    episode = build_episode(capture, "n", Outcome(reward=1.0, rewards_per_call=[1.0]), None, 0.0)
+    assert episode.error is not None
+    assert episode.error.startswith("reward: rewards_per_call=[1.0] must name a policy")
+    assert "judge, solver" in episode.error
 
 
 async def test_the_first_failure_of_each_kind_is_logged(caplog):

@@ -33,6 +33,9 @@ def test_dicts_numpy_scalars_and_outcomes_are_rewards():
     assert outcome_of(np.float32(0.5)) == Outcome(reward=0.5)
     whole = Outcome(reward=1.0, rewards_per_call={"a": [0.0, 1.0]}, metrics={"success": 1.0})
     assert outcome_of(whole) == whole
+    listed = Outcome(reward=1.0, rewards_per_call=[np.float32(0.5), 1])
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(outcome_of(listed)), type=Outcome)
+    assert sent == outcome_of(listed) == Outcome(reward=1.0, rewards_per_call=[0.5, 1.0])
     odd = Outcome(reward={"a": np.float32(0.5)}, rewards_per_call={"a": np.ones(2)}, metrics={"n": 10**30, "\udcff": 1})
     plain = outcome_of(odd)
     assert plain == Outcome(
@@ -47,7 +50,7 @@ def test_dicts_numpy_scalars_and_outcomes_are_rewards():
         math.nan, math.inf, "1.0", [1.0], {"a": "x"}, {"a": math.nan}, object(), 1j, Outcome(reward=-math.inf),
         Outcome(metrics={"x": math.nan}), Outcome(rewards_per_call={"a": [math.inf]}), Outcome(metrics={"x": "y"}),
         Outcome(reward="high"), 10**400, 1e300, Outcome(metrics={"x": None}), Outcome(metrics=[1.0]),
-        Outcome(rewards_per_call={"a": 1.0}),
+        Outcome(rewards_per_call={"a": 1.0}), Outcome(rewards_per_call=[math.nan]), Outcome(rewards_per_call=1.0),
     ],
 )  # fmt: skip
 def test_anything_else_is_an_error_of_the_reward(value):

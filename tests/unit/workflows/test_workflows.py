@@ -8,7 +8,7 @@ import pytest
 
 from astraflow.config.schema import WorkflowSection
 from astraflow.errors import AstraFlowError, ConfigError, EpisodeError, Problem
-from astraflow.types import Outcome, Task
+from astraflow.types import Task
 from astraflow.workflows.load import build_workflow
 from astraflow.workflows.single_turn import SingleTurn
 from astraflow.workflows.tool_use import ToolUse
@@ -87,7 +87,8 @@ async def test_a_prompt_that_needs_another_field_names_it():
 async def test_two_turns_of_the_calculator():
     actor = Scripted(reply("", "3*4", finish_reason="tool_calls"), reply("12."))
     outcome = await ToolUse(environment="calculator", max_turns=2)(CALC, {"actor": actor})
-    assert outcome == Outcome(reward=pytest.approx(1.0), metrics={"success": 1.0})
+    assert (outcome.reward, outcome.metrics) == (pytest.approx(1.0), {"success": 1.0})
+    assert outcome.rewards_per_call == pytest.approx([0.3, 0.7])
     (first, options), (second, _) = actor.asked
     assert first == [{"role": "user", "content": "3*4?"}]
     assert options["tools"][0]["function"]["name"] == "calc"

@@ -23,7 +23,11 @@ def outcome_of(value: object) -> Outcome:
         reward = {plain_text(policy): _number(str(policy), number) for policy, number in given.reward.items()}
     else:
         reward = _number("reward", given.reward)
-    per_call = {plain_text(p): _per_call(p, rewards) for p, rewards in _items("rewards_per_call", given)}
+    per_call: dict[str, list[float]] | list[float]
+    if isinstance(given.rewards_per_call, list | tuple):
+        per_call = [_known("rewards_per_call", number) for number in given.rewards_per_call]
+    else:
+        per_call = {plain_text(p): _per_call(p, numbers) for p, numbers in _items("rewards_per_call", given)}
     metrics = {plain_text(name): _known(f"metrics[{name!r}]", metric) for name, metric in _items("metrics", given)}
     return Outcome(reward=reward, rewards_per_call=per_call, metrics=metrics)
 
@@ -41,7 +45,8 @@ def plain_text(value: object, limit: int = MAX_ERROR_CHARS) -> str:
 def _items(field: str, given: Outcome) -> Iterable[tuple[object, object]]:
     table = given.metrics if field == "metrics" else given.rewards_per_call
     if not isinstance(table, Mapping):
-        raise EpisodeError(f"reward: {field}={table!r:.80} is not a dict")
+        other = " or a list" if field == "rewards_per_call" else ""
+        raise EpisodeError(f"reward: {field}={table!r:.80} is not a dict{other}")
     return table.items()
 
 
