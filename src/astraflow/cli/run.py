@@ -99,8 +99,8 @@ def _launch(config: RunConfig, *, resume: bool, accept_damage: bool, token: str 
         if is_finished(directory, config):
             _say_results(config, directory)
             typer.echo(
-                f"run {config.run.name} is finished, all {config.run.steps} steps are made; go on with more by --resume "
-                f"--run.steps={2 * config.run.steps}, or start another by --run.name={config.run.name}-2"
+                f"run {config.run.name} is finished, all {config.run.steps} steps are made; go on with it by "
+                f"--resume --run.steps={2 * config.run.steps}, or start another by --run.name={config.run.name}-2"
             )
             return
         if config.observe.trackers:
@@ -138,13 +138,16 @@ def validate(
     show: Annotated[bool, typer.Option("--show", help="Print every setting with its value.")] = False,
 ) -> None:
     """Check a run file and say everything that is wrong with it."""
-    from astraflow.config.load import dump_for_people
+    import json
+
+    from astraflow.config.load import resolved_json
     from astraflow.launch.checks import check_start
+    from astraflow.observe.redact import redact
 
     config = open_run(recipe, ctx.args)
     rows, missing = check_start(config, here=False)
     if show:
-        typer.echo(dump_for_people(config))
+        typer.echo(json.dumps(redact(json.loads(resolved_json(config))), indent=2))
         return
     counts = ", ".join(f"{name} {count} rows" for name, count in rows.items())
     typer.echo(f"{recipe} is valid: {config.run.steps} steps of {', '.join(config.policies)}; sources: {counts}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -254,8 +253,3 @@ def _check(room: str, component: Component, where: str, given: set[str]) -> list
     except Problem as error:
         return [str(error)]
     return check_options(target, component.options, where, given)
-
-
-def dump_for_people(config: RunConfig) -> str:
-    """The resolved settings as one JSON document for `astraflow validate --show`."""
-    return json.dumps(json.loads(resolved_json(config)), indent=2, sort_keys=False)

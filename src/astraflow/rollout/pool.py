@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from astraflow.config.env import child_environment
-from astraflow.errors import AstraFlowError
+from astraflow.errors import AstraFlowError, ConfigError
 from astraflow.rollout.loop import in_thread
 from astraflow.rollout.worker.channel import Ask, Cancel, Channel, Done, Drop, Hello, Message, Pulse, Ready, Start
 from astraflow.types import Outcome, Task
@@ -176,16 +176,17 @@ class WorkerPool:
                 worker.left_running += message.left_running
                 self._end(worker, message.slot, message.outcome, message.error)
             case Ready():
-                self._on_built(worker, message.problem)
+                self._on_built(worker, message)
             case Pulse():
                 pass
             case _:
                 raise AssertionError(f"a node is never sent {type(message).__name__}")
 
-    def _on_built(self, worker: _Worker, problem: str | None) -> None:
+    def _on_built(self, worker: _Worker, message: Ready) -> None:
         self._changed.set()
-        if problem is not None:
-            self._problem = AstraFlowError(problem)
+        if message.problem is not None:
+            known = ConfigError("workflow", [message.problem]) if message.settings else None
+            self._problem = known or AstraFlowError(message.problem)
             return
         worker.ready = True
         self._failed_starts = 0

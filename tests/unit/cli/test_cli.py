@@ -220,6 +220,14 @@ def test_validate_show_prints_every_setting(capsys: pytest.CaptureFixture[str]) 
     assert shown["run"]["seed"] == 7 and shown["weights"]["keep"] == 4
 
 
+def test_validate_show_masks_what_an_older_run_file_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    raw = json.loads(resolved_json(open_run("quickstart", [])))
+    raw["run"]["description"] = "from http://me:sekret@host"
+    (tmp_path / "old.json").write_text(json.dumps(raw))
+    assert main(["validate", str(tmp_path / "old.json"), "--show"]) == 0
+    assert "sekret" not in capsys.readouterr().out
+
+
 def test_pairs_are_joined() -> None:
     assert join_pairs(["--a.b", "1", "--c=2", "x", "--d"]) == ["--a.b=1", "--c=2", "x", "--d"]
 

@@ -16,10 +16,12 @@ from astraflow.config.load import check_run
 from astraflow.dataflow.client import DataflowClient
 from astraflow.dataflow.service import create_dataflow_app, serve_dataflow
 from astraflow.engines.scripted import ScriptedEngine
-from astraflow.errors import AstraFlowError, EngineError, Unreachable
+from astraflow.errors import ConfigError, EngineError, Problem, Unreachable
 from astraflow.rollout.node import NodeOptions, serve_node
+from astraflow.rollout.policies import PolicyOptions, Weights, start_policy
 from astraflow.rollout.pool import PoolLimits
 from astraflow.types import BatchHeader
+from astraflow.weights.client import WeightClient
 from astraflow.weights.store import FileStore
 from astraflow.wire.codec import flat_values, list_lengths
 from astraflow.wire.messages import Resume
@@ -190,7 +192,7 @@ async def test_a_service_that_stays_away_ends_the_node_by_name(service, tmp_path
 async def test_a_workflow_that_cannot_be_built_ends_the_node(service, tmp_path):
     async with service(workflow__environment="nonsense").running() as running:
         node = asyncio.create_task(serve_node(running.node(tmp_path)))
-        with pytest.raises(AstraFlowError, match=r"workflow\.environment.*nonsense"):
+        with pytest.raises(ConfigError, match=r"workflow\.environment.*nonsense"):  # exit code 2: not started again
             await asyncio.wait_for(node, 20)
         assert not (await asyncio.to_thread(running.client.status))["nodes"]
 
@@ -218,3 +220,11 @@ async def test_a_signal_makes_the_node_finish_and_leave(service, tmp_path):
         assert not status["nodes"]
         header, _ = await running.train()  # what was played before it left is there
         assert header.num_episodes == 4
+
+
+async def test_an_engine_setting_out_of_its_range_is_a_problem_of_the_run_file(tmp_path):
+    section = run_file(policies__actor__engine={"type": "local", "max_context": 1}).policies["actor"]
+    weights = Weights("actor", WeightClient(None), lambda: None)
+    with pytest.raises(Problem, match=r"policies\.actor\.engine\.max_context=1 must be >= 2; use 0") as caught:
+        await start_policy("actor", section, PolicyOptions(tmp_path, 0, "n", 1, 1), weights)
+    assert type(caught.value) is Problem and caught.value.exit_code == 2

@@ -66,6 +66,7 @@ class Ready(msgspec.Struct, array_like=True, tag=5):
     """The workflow was built, or why not."""
 
     problem: str | None
+    settings: bool = False  # the problem lies in the run file, so it will be there at every start
 
 
 class Ask(msgspec.Struct, array_like=True, tag=6):

@@ -10,7 +10,7 @@ import logging
 import threading
 from typing import Any, NamedTuple
 
-from astraflow.errors import AstraFlowError, EpisodeError, WireError
+from astraflow.errors import AstraFlowError, ConfigError, EpisodeError, WireError
 from astraflow.observe.memory import settle_memory
 from astraflow.rollout.loop import start_in_thread
 from astraflow.rollout.worker.channel import (
@@ -72,18 +72,18 @@ class Worker:
                 raise AssertionError(f"a worker is never sent {type(message).__name__}")
 
     def _begin(self, hello: Hello) -> None:
-        problem = None
+        problem, settings = None, False
         try:
             self._play = build_workflow(_Component(hello.workflow, hello.options), hello.policies)
             self._blocking = not _is_coroutine_function(self._play)
         except AstraFlowError as error:
-            problem = str(error)
+            problem, settings = str(error), error.exit_code == ConfigError.exit_code
         except Exception as error:
             log.exception("workflow %s could not be built", hello.workflow)
             problem = f"workflow.type={hello.workflow!r} could not be built ({type(error).__name__}: {error})"
         self._hello = hello
         settle_memory()
-        self.channel.send(Ready(problem))
+        self.channel.send(Ready(problem, settings))
         self._pulse(hello.pulse_s)
 
     def _pulse(self, every_s: float) -> None:
