@@ -105,23 +105,24 @@ def service(folder: Path, run_file: str) -> Iterator[Service]:
     recipe, ready = folder / "run.toml", folder / "ready.json"
     recipe.write_text(run_file)
     command = [sys.executable, "-m", "astraflow", "dataflow", str(recipe), f"--run-dir={folder / 'run'}"]
+    said = folder / "service.log"
     begin = time.perf_counter()
-    child = subprocess.Popen([*command, f"--ready-file={ready}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with said.open("wb") as log:
+        child = subprocess.Popen([*command, f"--ready-file={ready}"], stdout=log, stderr=subprocess.STDOUT)
     try:
         while (url := read_ready(ready, child.pid)) is None:
             if child.poll() is not None or time.perf_counter() - begin > 60:
-                child.kill()
-                raise SystemExit(f"the service did not start:\n{child.communicate()[0].decode()[-3000:]}")
+                raise SystemExit(f"the service did not start:\n{said.read_text()[-3000:]}")
             time.sleep(0.002)
         urllib3.request("GET", f"{url}/health")
         yield Service(url, time.perf_counter() - begin, psutil.Process(child.pid), folder / "run")
     finally:
         child.terminate()
         try:
-            child.communicate(timeout=30)
+            child.wait(timeout=30)
         except subprocess.TimeoutExpired:
             child.kill()
-            child.communicate()
+            child.wait()
 
 
 class Loop:

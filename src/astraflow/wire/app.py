@@ -28,7 +28,7 @@ from astraflow.errors import (
     SchemaError,
     WireError,
 )
-from astraflow.wire.bulk import Bulk, BulkProtocol, Cut, bulk_of
+from astraflow.wire.bulk import AnswerProtocol, Bulk, BulkProtocol, Cut, bulk_of
 from astraflow.wire.codec import CONTENT_TYPE
 from astraflow.wire.local import BODY_HEADER, HOST_HEADER, INBOX_HEADER, Body, Inbox, host_identity
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
@@ -340,7 +340,7 @@ async def serve(
     Raises: LaunchError: the app's lifespan failed at start.
     """
     config = uvicorn.Config(
-        app, http=BulkProtocol if bulk else "auto", log_config=None, access_log=False, lifespan="on",
+        app, http=BulkProtocol if bulk else AnswerProtocol, log_config=None, access_log=False, lifespan="on",
         timeout_graceful_shutdown=max(1, round(grace_s)), timeout_keep_alive=75, ws="none", server_header=False,
         date_header=False, backlog=1024, limit_max_requests=None,
     )  # fmt: skip

@@ -43,6 +43,7 @@ from astraflow.wire.app import (
     serve,
 )
 from astraflow.wire.client import HttpClient
+from astraflow.wire.bulk import OneWrite
 from astraflow.wire.codec import CONTENT_TYPE, read_stream, stream_pieces
 from astraflow.wire.local import BODY_HEADER, HOST_HEADER, Inbox, host_identity
 from astraflow.wire.messages import Ok
@@ -421,3 +422,31 @@ def test_a_full_disk_is_waited_for_and_said_after_the_budget(monkeypatch: pytest
         with pytest.raises(WireError, match="journal=x cannot be written") as caught:
             client.json("POST", "/full", Ok(), Ok)
         assert caught.value.status == 507 and client.num_retries > 0
+
+
+def test_an_answer_comes_in_one_piece() -> None:
+    class Line:
+        get_extra_info = is_closing = pause_reading = resume_reading = set_protocol = None
+
+        def __init__(self) -> None:
+            self.sent: list[bytes] = []
+
+        def write(self, data: bytes | memoryview) -> None:
+            self.sent.append(bytes(data))
+
+        def close(self) -> None:
+            self.sent.append(b"closed")
+
+    line = Line()
+    answers = OneWrite(line)
+    for data in (b"HTTP/1.1 200 OK\r\n\r\n", b"one", b"two", b"HTTP/1.1 204 No Content\r\n\r\n", b""):
+        answers.write(data)
+    large = memoryview(bytes(100_000))
+    for data in (b"HTTP/1.1 200 OK\r\n\r\n", large, large):
+        answers.write(data)
+    answers.write(b"HTTP/1.1 500 Internal Server Error\r\n\r\n")
+    answers.close()
+    assert line.sent == [
+        b"HTTP/1.1 200 OK\r\n\r\none", b"two", b"HTTP/1.1 204 No Content\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n", large, large, b"HTTP/1.1 500 Internal Server Error\r\n\r\n", b"closed",
+    ]  # fmt: skip
