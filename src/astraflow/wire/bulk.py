@@ -90,8 +90,8 @@ def bulk_of(scope: Scope) -> Bulk | None:
 class OneWrite:
     """A transport that sends the head of an answer together with the first piece of its body.
 
-    uvicorn writes them apart: two system calls here and two wake-ups of the client, measured as 40 % of the CPU time of
-    a busy service.
+    uvicorn writes them apart: two system calls here and two wake-ups of the client. Measured for a small request: 56 us
+    of the service instead of 70, and 31 us of the client instead of 41.
     """
 
     def __init__(self, transport: Any) -> None:

@@ -42,8 +42,8 @@ from astraflow.wire.app import (
     read_stream_body,
     serve,
 )
-from astraflow.wire.client import HttpClient
 from astraflow.wire.bulk import OneWrite
+from astraflow.wire.client import HttpClient
 from astraflow.wire.codec import CONTENT_TYPE, read_stream, stream_pieces
 from astraflow.wire.local import BODY_HEADER, HOST_HEADER, Inbox, host_identity
 from astraflow.wire.messages import Ok
