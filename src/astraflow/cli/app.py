@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from astraflow import __version__
-from astraflow.cli import look, play, recipes, run, services
+from astraflow.cli import conform, look, play, recipes, run, services
 from astraflow.config.env import let_threads_sleep
 from astraflow.errors import AstraFlowError
 
@@ -36,6 +36,7 @@ app.command("status")(look.status)
 app.command("trace")(look.trace)
 app.command("report")(look.report)
 app.command("doctor")(look.doctor)
+app.command("conform", context_settings={"allow_extra_args": True})(conform.conform)
 app.command("sft", context_settings=OVERRIDES)(play.sft)
 app.command("eval", context_settings=OVERRIDES)(play.evaluate)
 app.command("try", context_settings=OVERRIDES)(play.try_out)

@@ -1,4 +1,4 @@
-"""A real dataflow service in a thread, and a node that plays made-up episodes. Torch-free.
+"""A real dataflow service in a thread, a node that plays made-up episodes, a trainer that trains nothing. Torch-free.
 
 with DataflowThread(config, run_dir) as service, PlayingNode(service.url): ...
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import uuid
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -22,8 +24,10 @@ from astraflow.dataflow.client import DataflowClient
 from astraflow.dataflow.service import create_dataflow_app, serve_dataflow
 from astraflow.dataflow.shell import Shell
 from astraflow.errors import LaunchError, WireError
+from astraflow.testing.faults.fake_trainer import publish as publish_zeros
 from astraflow.types import Episode, EpisodeLease, Trajectory
-from astraflow.wire.messages import Join
+from astraflow.weights.server import start_server
+from astraflow.wire.messages import Join, Resume
 
 T = TypeVar("T")
 Play = Callable[[EpisodeLease, str], Episode]
@@ -140,6 +144,74 @@ class PlayingNode:
                     if reply.finished:
                         return
             self._ended.wait(0.05)
+
+
+class PublishingTrainer:
+    """A trainer in a thread that publishes a version for each batch, without a change, until the run is over.
+
+    Args: model: a model directory or built-in name whose weights and files are published (loads torch); "": a tensor
+    of zeros.
+    """
+
+    def __init__(
+        self, url: str, root: Path, token: str | None = None, *, policy: str = "actor", model: str = ""
+    ) -> None:
+        self._client = DataflowClient(url, token, give_up_s=10.0)
+        self._root, self._policy = root, policy
+        self._publish = _publisher_of(model, root, policy) if model else partial(publish_zeros, root, policy)
+        self._publish(0)
+        self._server = start_server(root, token=token)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="trainer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave."""
+        self._ended.set()
+        self._client.close()
+        self._thread.join(_LIMIT_S)
+        self._server.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _main(self) -> None:
+        trainer_id, version = uuid.uuid4().hex, 0
+        urls = (f"file://{(self._root / self._policy).absolute()}", self._server.policy_url(self._policy))
+        resumed = False
+        while not self._ended.is_set():
+            try:
+                if not resumed:
+                    run_id = self._client.run().run_id
+                    resume = Resume(trainer_id=trainer_id, version=version, urls=urls, run_id=run_id)
+                    self._client.resume(self._policy, resume)
+                    resumed = True
+                got = self._client.batch(self._policy, trainer_id, version, wait_s=0.5)
+                if got is not None:
+                    self._publish(got[0].step)
+                    self._client.ack(got[0], trainer_id)
+                    version = got[0].step
+                    self._client.checkpoint(self._policy, trainer_id, version)
+            except WireError as error:
+                if error.status == 410:
+                    return
+                self._ended.wait(0.1)
+
+
+def _publisher_of(model: str, root: Path, policy: str) -> Callable[[int], None]:
+    from safetensors.torch import load_file
+
+    from astraflow.config.env import cache_dir
+    from astraflow.models.registry import model_directory
+    from astraflow.training.checkpoint import model_files
+    from astraflow.weights.store import FileStore
+
+    directory, store = model_directory(model, cache_dir(), 0), FileStore(root, policy, durable=False)
+    tensors = {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return lambda version: store.publish(version, tensors, model_files(directory))
 
 
 def made_up_episode(lease: EpisodeLease, node_id: str) -> Episode:
