@@ -83,11 +83,14 @@ def encode_episodes(
         "finish_reason": [t.finish_reason for t in rows],
         "truncated": [t.truncated for t in rows],
     }
-    offsets = _offsets(rows)
+    lengths = [len(t.token_ids) for t in rows]
+    offsets = pa.array(np.cumsum([0, *lengths]).astype(np.int32))
     arrays = []
     for field in TRAJECTORY_SCHEMA:
         if field.name in TOKEN_COLUMNS:
-            arrays.append(_token_column(field, rows, offsets, np.concatenate if field.name == "loss_mask" else join))
+            parts = _parts(field, rows, lengths)
+            values = (np.concatenate if field.name == "loss_mask" else join)(parts)
+            arrays.append(pa.ListArray.from_arrays(offsets, _values(values), type=field.type))
         else:
             arrays.append(pa.array(columns[field.name], field.type))
     return EpisodesHeader(node_id=node_id, episodes=headers), pa.RecordBatch.from_arrays(
@@ -95,18 +98,13 @@ def encode_episodes(
     )
 
 
-def _offsets(rows: Sequence[Trajectory]) -> pa.Array:
-    lengths = np.fromiter((len(t.token_ids) for t in rows), np.int32, len(rows))
-    return pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-
-
-def _token_column(field: pa.Field, rows: Sequence[Trajectory], offsets: pa.Array, join: Join) -> pa.ListArray:
+def _parts(field: pa.Field, rows: Sequence[Trajectory], lengths: list[int]) -> list[np.ndarray]:
+    """The arrays of one token column; an empty one when there are no rows."""
     dtype = np.dtype(field.type.value_type.to_pandas_dtype())
     parts = list(map(attrgetter(field.name), rows))
-    if [len(p) for p in parts] != [len(t.token_ids) for t in rows] or any(p.dtype != dtype for p in parts):
+    if list(map(len, parts)) != lengths or any(p.dtype != dtype for p in parts):
         _refuse(field, parts, rows)
-    flat = join(parts) if parts else np.empty(0, dtype)
-    return pa.ListArray.from_arrays(offsets, _values(flat), type=field.type)
+    return parts or [np.empty(0, dtype)]
 
 
 def _values(flat: np.ndarray) -> pa.Array:
