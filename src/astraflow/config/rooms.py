@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
-
 from astraflow.errors import Problem
 
 log = logging.getLogger(__name__)
@@ -169,6 +167,8 @@ def _type_problem(annotation: Any, value: Any) -> str:
     """The rule that a value of a run file breaks, or "". An annotation that says nothing of TOML values allows all."""
     if annotation is inspect.Parameter.empty or isinstance(annotation, str):
         return ""
+    from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError  # takes 50 ms
+
     try:  # as JSON, where a list may be a tuple and a text a path, but nothing else is taken for something else
         TypeAdapter(annotation).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:

@@ -75,7 +75,8 @@ def test_every_row_has_its_column_and_the_worker_leaves_with_the_run(tmp_path: P
         check_echo(tables)
         assert all(row["echo_sum"] == sum(row["token_ids"]) for table in tables for row in table.to_pylist())
         state = service.call(lambda: service.shell.machine.state.stages)
-        assert state["echo"].num_done >= 12 and not state["echo"].workers and not state["echo"].refused
+        assert state["echo"].num_done >= 12 and not state["echo"].workers
+        assert set(state["echo"].refused) <= {"late"}  # of a group that went stale meanwhile
         service.call(lambda: check_law(service.shell.machine))
 
 
