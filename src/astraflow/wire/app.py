@@ -6,8 +6,8 @@ import asyncio
 import hmac
 import ipaddress
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,9 +28,9 @@ from astraflow.errors import (
     SchemaError,
     WireError,
 )
-from astraflow.wire.bulk import AnswerProtocol, Bulk, BulkProtocol, Cut, bulk_of
+from astraflow.wire.bulk import AnswerProtocol, BulkProtocol, Cut, bulk_of
 from astraflow.wire.codec import CONTENT_TYPE
-from astraflow.wire.local import BODY_HEADER, HOST_HEADER, INBOX_HEADER, Body, Inbox, host_identity
+from astraflow.wire.local import BODY_HEADER, HOST_HEADER, INBOX_HEADER, MIN_BYTES, Body, Inbox, host_identity
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 
 T = TypeVar("T")
@@ -218,10 +218,10 @@ async def read_stream_body(request: Request) -> Body:
         return body
     inbox: Inbox | None = request.app.state.inbox
     bulk = bulk_of(request.scope)
-    if inbox is None or bulk is None:
+    if inbox is None or bulk is None or bulk.length < MIN_BYTES:
         return Body(await _receive(request))
-    with inbox.draft() as draft:
-        await _read(bulk, draft.write)
+    with _cut(), inbox.draft() as draft:
+        await bulk.read(draft.write)
         return draft.body()
 
 
@@ -245,36 +245,29 @@ async def read_body(request: Request) -> memoryview:
 
 
 async def _receive(request: Request) -> memoryview:
+    with _cut():
+        if (bulk := bulk_of(request.scope)) is not None:
+            return await bulk.read_all()
+        return await _collect(request)
+
+
+async def _collect(request: Request) -> memoryview:
     length, limit = request.headers.get("content-length", ""), request.app.state.limit
     buffer, filled = bytearray(int(length) if length.isdigit() else 0), 0
-
-    def add(piece: bytes | memoryview) -> None:
-        nonlocal filled
+    async for piece in request.stream():
         if (end := filled + len(piece)) > limit:
             raise _too_large(end, limit)
         buffer[filled:end] = piece
         filled = end
-
-    if (bulk := bulk_of(request.scope)) is not None:
-        await _read(bulk, add)
-        return memoryview(buffer)
-    try:
-        async for piece in request.stream():
-            add(piece)
-    except ClientDisconnect as error:
-        raise _cut() from error
     return memoryview(buffer)
 
 
-async def _read(bulk: Bulk, write: Callable[[memoryview], object]) -> None:
+@contextmanager
+def _cut() -> Iterator[None]:
     try:
-        await bulk.read(write)
-    except Cut as error:
-        raise _cut() from error
-
-
-def _cut() -> HttpError:
-    return HttpError(400, "body=cut must be complete; send the request again")
+        yield
+    except (Cut, ClientDisconnect) as error:
+        raise HttpError(400, "body=cut must be complete; send the request again") from error
 
 
 def is_loopback(host: str) -> bool:
@@ -340,9 +333,9 @@ async def serve(
     Raises: LaunchError: the app's lifespan failed at start.
     """
     config = uvicorn.Config(
-        app, http=BulkProtocol if bulk else AnswerProtocol, log_config=None, access_log=False, lifespan="on",
-        timeout_graceful_shutdown=max(1, round(grace_s)), timeout_keep_alive=75, ws="none", server_header=False,
-        date_header=False, backlog=1024, limit_max_requests=None,
+        app, http=BulkProtocol if bulk else AnswerProtocol, log_config=None, access_log=False, proxy_headers=False,
+        lifespan="on", timeout_graceful_shutdown=max(1, round(grace_s)), timeout_keep_alive=75, ws="none",
+        server_header=False, date_header=False, backlog=1024, limit_max_requests=None,
     )  # fmt: skip
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]), name="http server")

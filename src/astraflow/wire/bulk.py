@@ -19,9 +19,8 @@ import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from astraflow.wire.local import MIN_BYTES
-
 BULK = "astraflow.bulk"  # the extension of an ASGI scope
+MIN_BYTES = 64 << 10  # of a body that passes by the parser
 _BUFFER_BYTES = 4 << 20  # written at once: small pieces take several times as long (measured on ext4)
 _SMALL_BYTES = 64 << 10  # of a body that is joined to its head
 Write = Callable[[memoryview], object]
@@ -40,6 +39,24 @@ class Bulk:
         self._buffer, self._filled = memoryview(bytearray(min(length, _BUFFER_BYTES))), 0
         self._write: Write | None = None
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def read_all(self) -> memoryview:
+        """The body in one buffer.
+
+        Raises: Cut.
+        """
+        if self.length <= len(self._buffer):
+            await self.read(lambda piece: None)
+            return self._buffer[: self.length]
+        whole, filled = memoryview(bytearray(self.length)), 0
+
+        def add(piece: memoryview) -> None:
+            nonlocal filled
+            whole[filled : filled + len(piece)] = piece
+            filled += len(piece)
+
+        await self.read(add)
+        return whole
 
     async def read(self, write: Write) -> None:
         """Give the body to `write`, piece by piece; a piece is valid during the call only.

@@ -164,7 +164,7 @@ def bulk_of(client: HttpClient, pieces: list[memoryview]) -> tuple[int, memoryvi
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_large_body_over_the_socket_goes_past_the_parser(fast: bool, kept: bool, tmp_path: Path) -> None:
-    sizes = [1 << 20, (9 << 20) + 7, 100, 5 << 20]
+    sizes = [1 << 20, (9 << 20) + 7, 100, 5 << 20, 100_000, 65_536, 65_535]
     PATHS.clear()
     with running(inbox=Inbox(tmp_path) if kept else None, fast=fast) as url:
         client = HttpClient(url)
