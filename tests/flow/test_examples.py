@@ -162,3 +162,7 @@ def has_trl(python: str) -> bool:
         return subprocess.run([python, "-c", code], timeout=60, check=False).returncode == 0
     except OSError:
         return False
+
+
+def test_the_page_shows_the_example_as_it_is() -> None:
+    assert (EXAMPLES / "plain_torch_trainer.py").read_text() in (ROOT / "docs" / "own-trainer.md").read_text()
