@@ -49,6 +49,8 @@ type = "single_turn"
 reward = "exact"
 group_size = {group}
 timeout_s = 600.0
+[dataflow]
+dead_after_s = 120.0  # nodes are silent until all have joined
 {policies}
 """
 POLICY = """
