@@ -9,8 +9,10 @@ It plays the task of digits.toml in its own way: the question is the prompt, tra
 share of digits. What it must keep to is docs/protocol.md, which `astraflow conform rollout` checks.
 """
 
+import http.client
 import json
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -61,7 +63,7 @@ def fetch(url, method, path, body=None, wait_s=0.0):
         except urllib.error.HTTPError as error:
             if error.code != 507 or time.monotonic() > deadline:
                 raise Refused(error.code, json.loads(error.read())["error"]) from error
-        except OSError as error:  # nobody there, or the answer was cut
+        except (OSError, http.client.HTTPException) as error:  # nobody there, or the answer was cut
             if time.monotonic() > deadline:
                 raise Refused(None, f"{url} did not answer for {GIVE_UP_S} s") from error
         threading.Event().wait(0.2)
@@ -171,6 +173,7 @@ class Node:
 
 def main(url):
     node, policy = Node(url), Policy()
+    signal.signal(signal.SIGTERM, lambda *_: node.over.set())
     while not node.over.is_set():
         lives = node.lost
         body = {"node_id": node.id, "request_id": uuid.uuid4().hex, "n": 4, "wait_s": 5.0}
@@ -185,6 +188,8 @@ def main(url):
             begin = time.monotonic()
             policy.follow(max(node.newest, reply["versions"]["actor"], key=lambda v: v["version"]))
             row = play(lease, policy)
+            if node.over.is_set():
+                break
             if node.lost == lives and (lease["episode_id"], lease["attempt"]) not in node.cancelled:
                 commit(url, node.id, row, time.monotonic() - begin)
     node.over.set()

@@ -8,8 +8,10 @@ Start as many as you like: each takes what waits, so a fast one takes more. With
 give the class a method `run`, and `astraflow stage` is the worker (docs/data-algorithms.md).
 """
 
+import http.client
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -53,7 +55,7 @@ def fetch(url, method, path, body=None, wait_s=0.0):
         except urllib.error.HTTPError as error:
             if error.code != 507 or time.monotonic() > deadline:
                 raise RuntimeError(error.code, json.loads(error.read())["error"]) from error
-        except OSError as error:  # nobody there, or the answer was cut
+        except (OSError, http.client.HTTPException) as error:  # nobody there, or the answer was cut
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{url} did not answer for {GIVE_UP_S} s") from error
         threading.Event().wait(0.2)
@@ -82,8 +84,9 @@ def hand_in(url, stage, worker_id, header, rewards):
 
 
 def main(url, stage):
-    worker_id = f"custom-{uuid.uuid4().hex[:12]}"
-    while True:
+    worker_id, stop = f"custom-{uuid.uuid4().hex[:12]}", threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    while not stop.is_set():
         header, rows = lease(url, stage, worker_id)
         if header["leases"]:
             rewards = [reward(row["token_ids"], row["loss_mask"]) for row in rows]

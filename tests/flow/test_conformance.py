@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -151,6 +152,25 @@ OURS: dict[Role, list[str]] = {
 @pytest.mark.parametrize("role", list(OURS))
 def test_our_own_processes_keep_every_rule(role: Role, pool: ThreadPoolExecutor) -> None:
     findings, candidate = Findings(RULES[role]), Candidate(command=astraflow_command(*OURS[role]))
+    for found in pool.map(lambda act: conform(role, candidate, [act]), ACTS[role]):
+        findings.add(found)
+    assert findings.ok, told(findings)
+
+
+EXAMPLES: dict[Role, dict[str, Any]] = {
+    "rollout": {"command": [sys.executable, "custom_rollout.py", "{url}"], "model": "tiny-char"},
+    "stage": {"command": [sys.executable, "custom_stage.py", "{url}", "{stage}"], "stage_type": "custom_stage:Digits"},
+}
+
+
+@pytest.mark.flow
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("role", list(EXAMPLES))
+def test_the_examples_keep_every_rule(role: Role, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PROTOCOL.parents[1] / "examples")
+    monkeypatch.syspath_prepend(str(PROTOCOL.parents[1] / "examples"))
+    findings, candidate = Findings(RULES[role]), Candidate(**EXAMPLES[role])
     for found in pool.map(lambda act: conform(role, candidate, [act]), ACTS[role]):
         findings.add(found)
     assert findings.ok, told(findings)
