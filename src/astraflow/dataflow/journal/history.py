@@ -18,7 +18,7 @@ import msgspec
 log = logging.getLogger("astraflow.dataflow")
 HISTORY_BYTES = 64 << 20
 _FILES = 16  # that many make up the whole; one at a time is deleted
-_encode = msgspec.json.Encoder().encode
+_encode, _encode_lines = msgspec.json.Encoder().encode, msgspec.json.Encoder().encode_lines
 
 
 class Moment(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +48,7 @@ class History:
         directory.mkdir(exist_ok=True)
         self._directory, self._file_bytes = directory, max(1, limit_bytes // _FILES)
         self.num_dropped = 0
-        self._waiting: list[bytes] = []
+        self._waiting: list[tuple[int, float, str, str, dict[str, Any]]] = []
         self._cut(keep_to)
         numbers = _numbers(directory)
         self._number = numbers[-1] if numbers else 1
@@ -56,13 +56,14 @@ class History:
 
     def add(self, seq: int, now: float, moments: Iterable[tuple[str, str, dict[str, Any]]]) -> None:
         """What command `seq` did to tasks: (task, what, fields)."""
-        self._waiting += [_encode((seq, round(now, 3), *moment)) for moment in moments]
+        now = round(now, 3)
+        self._waiting += [(seq, now, *moment) for moment in moments]
 
     def flush(self) -> None:
         """Write what waits."""
         if not self._waiting:
             return
-        content, count = b"\n".join(self._waiting) + b"\n", len(self._waiting)
+        content, count = _encode_lines(self._waiting), len(self._waiting)
         self._waiting.clear()
         size = os.fstat(self._file).st_size
         try:
