@@ -5,7 +5,7 @@
 | put            | `DataflowClient.commit(episodes)`, encoding included, until it is journaled and acknowledged |
 | get            | `DataflowClient.batch(...)` until the table is there, advantages and weights included        |
 | read after get | until a trainer has the token columns as flat arrays and has read every value once           |
-| wake-up        | a batch request that waits while another thread puts the last row of its batch               |
+| wake-up        | a batch request that waits until another thread's put of the last row of its batch returned  |
 | pick           | the machine's `TakeBatch` alone                                                              |
 
 The service is `astraflow dataflow` in a process of its own with its journal on disk; clients are a second process,
@@ -90,7 +90,7 @@ def checks(rows: list[Row]) -> list[Check]:
         Check.at_most("start", value(rows, host, "service", "start"), 1000.0, "ms"),
         Check.at_most("idle memory", value(rows, host, "service", "idle memory", "mb"), 150.0, "MB"),
     ]
-    wake = "from the start of the put"
+    wake = "after the put returned"
     made += [Check.at_most(f"wake-up, {w}", value(rows, w, "wake-up", wake), 5.0, "ms") for w in (tcp, host)]
     return made
 

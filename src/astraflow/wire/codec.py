@@ -143,6 +143,23 @@ def read_stream(buffer: bytes | memoryview | pa.Buffer, header_type: type[H]) ->
 
 def check_schema(table: pa.Table, schema: pa.Schema) -> None:
     """Refuse a table that lacks a column, has one of another dtype, or whose token columns differ in length."""
+    if not table.schema.equals(schema):
+        _check_fields(table, schema)
+    for field in schema:
+        if not field.nullable and (row := _first_null(table.column(field.name))) is not None:
+            raise SchemaError(f"column {field.name}", "null", f"must not be null (row {row})", "fill it")
+    ends = _list_ends(table.column("token_ids"))
+    for name in TOKEN_COLUMNS[1:]:
+        if not np.array_equal(ends, _list_ends(table.column(name))):
+            lengths, other = list_lengths(table.column("token_ids")), list_lengths(table.column(name))
+            row = int(np.flatnonzero(lengths != other)[0])
+            raise SchemaError(
+                f"column {name}", int(other[row]), f"must have {int(lengths[row])} entries in row {row}, as token_ids",
+                "keep the token columns equally long",
+            )  # fmt: skip
+
+
+def _check_fields(table: pa.Table, schema: pa.Schema) -> None:
     for field in schema:
         index = table.schema.get_field_index(field.name)
         if index < 0:
@@ -152,17 +169,14 @@ def check_schema(table: pa.Table, schema: pa.Schema) -> None:
             raise SchemaError(
                 f"column {field.name}", str(got.type), f"must be {field.type}", "it is never cast; convert it"
             )
-        if not field.nullable and (row := _first_null(table.column(index))) is not None:
-            raise SchemaError(f"column {field.name}", "null", f"must not be null (row {row})", "fill it")
-    lengths = list_lengths(table.column("token_ids"))
-    for name in TOKEN_COLUMNS[1:]:
-        other = list_lengths(table.column(name))
-        if not np.array_equal(lengths, other):
-            row = int(np.flatnonzero(lengths != other)[0])
-            raise SchemaError(
-                f"column {name}", int(other[row]), f"must have {int(lengths[row])} entries in row {row}, as token_ids",
-                "keep the token columns equally long",
-            )  # fmt: skip
+
+
+def _list_ends(column: pa.ChunkedArray) -> np.ndarray:
+    """Where each list ends; equal for two columns exactly when all their lists are equally long."""
+    if column.num_chunks == 1:
+        offsets = column.chunk(0).offsets.to_numpy()
+        return np.asarray(offsets[1:] - offsets[0])
+    return np.cumsum(list_lengths(column))
 
 
 def _first_null(column: pa.ChunkedArray) -> int | None:
