@@ -45,4 +45,3 @@ def _batch_problems(where: str, batch: BatchSection) -> list[str]:
             f"{where}.groups={batch.groups} has no effect with {where}.episodes={batch.episodes}; leave it out"
         )
     return problems
-
