@@ -65,7 +65,8 @@ def run_ours(settings: Settings) -> tuple[dict[str, Any], Path]:
     run = LaunchedRun.start(
         settings.folder, "quickstart", f"--run.steps={settings.steps}", f"--run.seed={settings.seed}",
         "--run.checkpoint_every=100000", "--evaluation.every=100000", "--evaluation.num_tasks=1",
-        "--policies.actor.optimizer.schedule=constant", "--policies.actor.optimizer.weight_decay=0.0",  # as the others
+        "--policies.actor.optimizer.schedule=constant", "--policies.actor.optimizer.weight_decay=0.0",
+        "--workflow.environment=calculator",  # schedule and reward as of the others
         *settings.words,
         name=f"ours-{settings.seed}",
     )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from astraflow.errors import Problem
 from astraflow.types import Message, Outcome, Task
 
 TOOLS: list[dict[str, Any]] = [
@@ -44,10 +45,16 @@ class Calculator:
     Only `digit operator digit` is a call; anything else ends the conversation as plain content would. The answer counts
     when it is the second turn, ended by itself (not by length), and reads `<number>.`. Rewards per call are these parts
     of the reward: what the call earned, and what the answer did (for `per_call` with `outcome = 0`).
+
+    `partial`: share of the 0.7 that a wrong answer can earn, by its leading characters that are right. Without it a
+    group whose answers are all wrong has nothing to tell them apart, and two-digit answers may never be found.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, partial: float = 0.0) -> None:
+        if not 0 <= partial < 1:
+            raise Problem("calculator.partial", partial, "must be in [0, 1)", "use 0 for right answers only")
         self._problem = self._answer = ""
+        self._partial = partial
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -67,8 +74,10 @@ class Calculator:
         if expr is None:
             return Outcome(reward=0.0, rewards_per_call=[0.0] * len(turns), metrics={"success": 0.0})
         called = FOR_A_CALL + FOR_COPYING * sum(a == b for a, b in zip(expr, self._problem, strict=False)) / 3
-        right = len(turns) == 2 and _says(turns[1], self._answer + ".")
-        answered = FOR_THE_ANSWER if right else 0.0
+        said, wanted = _said(turns[1]) if len(turns) == 2 else "", self._answer + "."
+        right = said == wanted
+        share = self._partial * _num_equal_at_the_start(said, wanted) / len(wanted)
+        answered = FOR_THE_ANSWER * (1.0 if right else share)
         parts = [called, *(0.0 for _ in turns[2:]), answered][: len(turns)]
         return Outcome(reward=called + answered, rewards_per_call=parts, metrics={"success": float(right)})
 
@@ -91,6 +100,11 @@ def _called(turn: Message) -> str | None:
     return _valid_expr(function["name"], arguments)
 
 
-def _says(turn: Message, text: str) -> bool:
+def _said(turn: Message) -> str:
+    """The text of an answer that ended by itself; "" for anything else."""
     ended = turn.get("finish_reason") == "stop" and not turn.get("tool_calls")
-    return ended and (turn.get("content") or "").strip() == text
+    return (turn.get("content") or "").strip() if ended else ""
+
+
+def _num_equal_at_the_start(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

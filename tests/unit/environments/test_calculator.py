@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from astraflow.environments.calculator import Calculator
+from astraflow.errors import Problem
 from astraflow.types import Task
 
 TASK = Task("train", 0, 0, {"text": "3*4?", "answer": "12", "a": 3, "b": 4, "op": "*"})
@@ -95,3 +96,18 @@ def test_rewards_per_call_are_the_parts_of_the_reward(turns, parts):
     outcome = world.score([*world.reset(TASK), *turns])
     assert outcome.rewards_per_call == pytest.approx(parts)
     assert sum(outcome.rewards_per_call) == pytest.approx(outcome.reward)
+
+
+@pytest.mark.parametrize(
+    ("answer", "share"), [("12.", 1.0), ("13.", 0.5 / 3), ("12", 1.0 / 3), ("12.5", 0.5), ("21.", 0.0), ("", 0.0)]
+)
+def test_partial_credit_counts_right_characters_from_the_first_on(answer, share):
+    world = Calculator(partial=0.5)
+    outcome = world.score([*world.reset(TASK), RIGHT_CALL, RESULT, say(answer)])
+    assert outcome.rewards_per_call == pytest.approx([0.3, 0.7 * share])
+    assert outcome.metrics == {"success": float(answer == "12.")}
+
+
+def test_partial_credit_is_less_than_all():
+    with pytest.raises(Problem, match=r"calculator\.partial=1 must be in \[0, 1\)"):
+        Calculator(partial=1)
