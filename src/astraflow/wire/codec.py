@@ -18,6 +18,7 @@ H = TypeVar("H", bound=msgspec.Struct)
 CONTENT_TYPE = "application/vnd.apache.arrow.stream"
 HEADER_KEY = b"astraflow.header"
 _SMALL_PIECE = 4 << 10
+_WHOLE_BYTES = 256 << 10  # a smaller stream is put together at once: cheaper than to gather some sixty pieces
 
 TRAJECTORY_SCHEMA = pa.schema(
     [
@@ -65,10 +66,16 @@ def stream_pieces(
     Large pieces are views of the table's buffers: nothing is copied. Their size is `nbytes`.
     `instead`: what to send for the buffer that begins at an address, of the same length; taken out when it was used.
     """
-    schema = table.schema.with_metadata({HEADER_KEY: msgspec.json.encode(header)})
+    metadata = {HEADER_KEY: msgspec.json.encode(header)}
+    table = table.replace_schema_metadata(metadata)
+    if not instead and table.get_total_buffer_size() < _WHOLE_BYTES:
+        whole = pa.BufferOutputStream()
+        with pa.ipc.new_stream(whole, table.schema) as writer:
+            writer.write(table)
+        return [memoryview(whole.getvalue())]
     sink = _Gather(instead)
-    with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), schema) as writer:
-        writer.write(table.replace_schema_metadata(schema.metadata))
+    with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), table.schema) as writer:
+        writer.write(table)
     return sink.pieces()
 
 
@@ -141,13 +148,14 @@ def read_stream(buffer: bytes | memoryview | pa.Buffer, header_type: type[H]) ->
     return header, table.replace_schema_metadata(None)
 
 
-def check_schema(table: pa.Table, schema: pa.Schema) -> None:
+def check_schema(table: pa.Table | pa.RecordBatch, schema: pa.Schema) -> None:
     """Refuse a table that lacks a column, has one of another dtype, or whose token columns differ in length."""
     if not table.schema.equals(schema):
         _check_fields(table, schema)
-    for field in schema:
-        if not field.nullable and (row := _first_null(table.column(field.name))) is not None:
-            raise SchemaError(f"column {field.name}", "null", f"must not be null (row {row})", "fill it")
+    for name in _with_nulls(table):
+        field = schema.field(name) if name in schema.names else None
+        if field is not None and not field.nullable and (row := _first_null(table.column(name))) is not None:
+            raise SchemaError(f"column {name}", "null", f"must not be null (row {row})", "fill it")
     ends = _list_ends(table.column("token_ids"))
     for name in TOKEN_COLUMNS[1:]:
         if not np.array_equal(ends, _list_ends(table.column(name))):
@@ -159,7 +167,7 @@ def check_schema(table: pa.Table, schema: pa.Schema) -> None:
             )  # fmt: skip
 
 
-def _check_fields(table: pa.Table, schema: pa.Schema) -> None:
+def _check_fields(table: pa.Table | pa.RecordBatch, schema: pa.Schema) -> None:
     for field in schema:
         index = table.schema.get_field_index(field.name)
         if index < 0:
@@ -171,18 +179,29 @@ def _check_fields(table: pa.Table, schema: pa.Schema) -> None:
             )
 
 
-def _list_ends(column: pa.ChunkedArray) -> np.ndarray:
+def _list_ends(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
     """Where each list ends; equal for two columns exactly when all their lists are equally long."""
-    if column.num_chunks == 1:
-        offsets = column.chunk(0).offsets.to_numpy()
+    chunks = _chunks(column)
+    if len(chunks) == 1:
+        offsets = chunks[0].offsets.to_numpy()
         return np.asarray(offsets[1:] - offsets[0])
     return np.cumsum(list_lengths(column))
 
 
-def _first_null(column: pa.ChunkedArray) -> int | None:
+def _with_nulls(table: pa.Table | pa.RecordBatch) -> list[str]:
+    """Columns that may hold a null, or a list with one: nearly always none, and this is quick."""
+    return [
+        table.column_names[i]
+        for i, column in enumerate(table.columns)
+        if column.null_count
+        or (isinstance(column.type, pa.ListType) and any(chunk.values.null_count for chunk in _chunks(column)))
+    ]
+
+
+def _first_null(column: pa.ChunkedArray | pa.Array) -> int | None:
     """The first row that is null, or whose list holds a null."""
     start = 0
-    for chunk in column.chunks:
+    for chunk in _chunks(column):
         if chunk.null_count:
             return start + int(np.flatnonzero(chunk.is_null().to_numpy(zero_copy_only=False))[0])
         if pa.types.is_list(chunk.type) and (values := chunk.flatten()).null_count:
@@ -194,24 +213,33 @@ def _first_null(column: pa.ChunkedArray) -> int | None:
 
 def list_lengths(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
     """[rows] int64: entries of each list."""
-    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    parts = [np.diff(c.offsets.to_numpy()) for c in chunks]
+    parts = [np.diff(c.offsets.to_numpy()) for c in _chunks(column)]
     return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
 
 
 def flat_values(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
     """All list entries one after the other; zero-copy for one numeric chunk (bools are unpacked)."""
-    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    parts = [_numbers(c.flatten()) for c in chunks]
+    parts = [_numbers(c.flatten()) for c in _chunks(column)]
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else np.empty(0, column.type.value_type.to_pandas_dtype())
+
+
+def _chunks(column: pa.ChunkedArray | pa.Array) -> list[pa.Array]:
+    return column.chunks if isinstance(column, pa.ChunkedArray) else [column]
 
 
 def _numbers(values: pa.Array) -> np.ndarray:
     if not pa.types.is_boolean(values.type) or values.null_count or not len(values):
         numbers: np.ndarray = values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type))
         return numbers
-    bits = np.frombuffer(values.buffers()[1], np.uint8)
-    end = values.offset + len(values)
-    return np.unpackbits(bits, count=end, bitorder="little")[values.offset :].view(np.bool_)
+    return unpack_bools(values, 0, len(values))
+
+
+def unpack_bools(values: pa.BooleanArray, start: int, end: int) -> np.ndarray:
+    """[end - start] bool, of values without nulls."""
+    if start == end:
+        return np.empty(0, np.bool_)  # there may be no buffer
+    first, over = divmod(values.offset + start, 8)
+    bits = np.frombuffer(values.buffers()[1], np.uint8)[first:]
+    return np.unpackbits(bits, count=over + end - start, bitorder="little")[over:].view(np.bool_)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,8 @@ from astraflow.wire.codec import TOKEN_COLUMNS, TRAJECTORY_SCHEMA, stream_pieces
 from astraflow.wire.messages import EpisodeHeader, EpisodesHeader
 
 Join = Callable[[Sequence[np.ndarray]], np.ndarray]
+_FIELDS = [(field.name, field.type) for field in TRAJECTORY_SCHEMA]
+_DTYPES = {n: np.dtype(TRAJECTORY_SCHEMA.field(n).type.value_type.to_pandas_dtype()) for n in TOKEN_COLUMNS}
 _MANY_TOKENS = 1 << 16  # below, a few large pieces are quicker than many small ones
 
 
@@ -53,58 +56,54 @@ def encode_episodes(
 
     `join`: makes one column of the tokens of all rows (the mask is always put together: it is packed into bits).
     """
-    headers, owners, rows = [], [], []
+    headers, rows = [], []
+    own: list[
+        tuple[str, int, str, str, int, int]
+    ] = []  # of each row: episode_id, attempt, group_id, source, row, epoch
     for episode in episodes:
+        trajectories, task, episode_id = episode.trajectories, episode.task, episode.episode_id
         headers.append(
             EpisodeHeader(
-                episode_id=episode.episode_id,
+                episode_id=episode_id,
                 attempt=episode.attempt,
-                num_rows=len(episode.trajectories),
+                num_rows=len(trajectories),
                 error=episode.error,
                 metrics=episode.metrics,
                 wall_s=episode.wall_s,
             )
         )
-        owners.extend([episode] * len(episode.trajectories))
-        rows.extend(episode.trajectories)
-    columns = {
-        "episode_id": [e.episode_id for e in owners],
-        "attempt": [e.attempt for e in owners],
-        "group_id": [e.task.group_id if "/" not in e.episode_id else e.episode_id.rpartition("/")[0] for e in owners],
-        "source": [e.task.source for e in owners],
-        "row": [e.task.row for e in owners],
-        "epoch": [e.task.epoch for e in owners],
-        "policy": [t.policy for t in rows],
-        "branch": [t.branch for t in rows],
-        "parent_branch": [t.parent_branch for t in rows],
-        "fork_at": [t.fork_at for t in rows],
-        "reward": [t.reward for t in rows],
-        "rewards_per_call": [t.rewards_per_call for t in rows],
-        "finish_reason": [t.finish_reason for t in rows],
-        "truncated": [t.truncated for t in rows],
-    }
+        group_id = episode_id.rpartition("/")[0] or task.group_id
+        own += [(episode_id, episode.attempt, group_id, task.source, task.row, task.epoch)] * len(trajectories)
+        rows += trajectories
+    columns: list[Sequence[Any]] = [*zip(*own, strict=True)] if own else [()] * 6
     lengths = [len(t.token_ids) for t in rows]
-    offsets = pa.array(np.cumsum([0, *lengths]).astype(np.int32))
-    arrays = []
-    for field in TRAJECTORY_SCHEMA:
-        if field.name in TOKEN_COLUMNS:
-            parts = _parts(field, rows, lengths)
-            values = (np.concatenate if field.name == "loss_mask" else join)(parts)
-            arrays.append(pa.ListArray.from_arrays(offsets, _values(values), type=field.type))
+    offsets = pa.array(np.cumsum([0, *lengths], dtype=np.int32))
+    arrays = [pa.array(values, kind) for values, (_, kind) in zip(columns, _FIELDS, strict=False)]
+    for name, kind in _FIELDS[len(arrays) :]:
+        values = [*map(attrgetter(name), rows)]
+        if name in _DTYPES:
+            _check_parts(name, values, lengths, rows)
+            flat = (np.concatenate if name == "loss_mask" else join)(values or [np.empty(0, _DTYPES[name])])
+            arrays.append(pa.ListArray.from_arrays(offsets, _values(flat), type=kind))
         else:
-            arrays.append(pa.array(columns[field.name], field.type))
+            arrays.append(pa.array(values, kind))
     return EpisodesHeader(node_id=node_id, episodes=headers), pa.RecordBatch.from_arrays(
         arrays, schema=TRAJECTORY_SCHEMA
     )
 
 
-def _parts(field: pa.Field, rows: Sequence[Trajectory], lengths: list[int]) -> list[np.ndarray]:
-    """The arrays of one token column; an empty one when there are no rows."""
-    dtype = np.dtype(field.type.value_type.to_pandas_dtype())
-    parts = list(map(attrgetter(field.name), rows))
-    if list(map(len, parts)) != lengths or any(p.dtype != dtype for p in parts):
-        _refuse(field, parts, rows)
-    return parts or [np.empty(0, dtype)]
+def _check_parts(name: str, parts: Sequence[np.ndarray], lengths: list[int], rows: Sequence[Trajectory]) -> None:
+    """The arrays of one token column fit the others."""
+    if [*map(len, parts)] == lengths and {part.dtype for part in parts} <= {_DTYPES[name]}:
+        return
+    for trajectory, part in zip(rows, parts, strict=True):
+        if len(part) != len(trajectory.token_ids):
+            raise SchemaError(
+                name, len(part), f"must have one entry per token ({len(trajectory.token_ids)})",
+                "keep ids, mask, logprobs, versions and call_index of a trajectory equally long",
+            )  # fmt: skip
+        if part.dtype != _DTYPES[name]:
+            raise SchemaError(name, str(part.dtype), f"must be {_DTYPES[name]}", "convert it at its source")
 
 
 def _values(flat: np.ndarray) -> pa.Array:
@@ -113,15 +112,3 @@ def _values(flat: np.ndarray) -> pa.Array:
         return pa.array(flat)
     packed = pa.py_buffer(np.packbits(flat, bitorder="little"))
     return pa.Array.from_buffers(pa.bool_(), len(flat), [None, packed])
-
-
-def _refuse(field: pa.Field, parts: Sequence[np.ndarray], rows: Sequence[Trajectory]) -> None:
-    wanted = field.type.value_type
-    for trajectory, part in zip(rows, parts, strict=True):
-        if len(part) != len(trajectory.token_ids):
-            raise SchemaError(
-                field.name, len(part), f"must have one entry per token ({len(trajectory.token_ids)})",
-                "keep ids, mask, logprobs, versions and call_index of a trajectory equally long",
-            )  # fmt: skip
-        if part.dtype != np.dtype(wanted.to_pandas_dtype()):
-            raise SchemaError(field.name, str(part.dtype), f"must be {wanted}", "convert it at its source")

@@ -77,6 +77,46 @@ def test_mixed_versions_within_a_trajectory_give_oldest_and_newest() -> None:
     assert (commit.parts[0].min_version, commit.parts[0].max_version) == (1, 3)
 
 
+def many_rows() -> tuple[EpisodesHeader, pa.Table]:
+    """Rows of several lengths, with and without tokens or calls."""
+    lengths = [0, 1, 5, 9, 2, 0, 3, 17, 8, 1, 0, 4]
+    rows = [trajectory(float(i), i, branch=i, tokens=n) for i, n in enumerate(lengths)]
+    rows[3].call_index[5:] = 2
+    return sent(with_trajectories(*rows))
+
+
+@pytest.mark.parametrize("size", [1, 3, 9, 11, 40])
+def test_the_size_of_a_block_does_not_matter(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    header, table = many_rows()
+    whole = row_facts(header, table, POLICIES)
+    monkeypatch.setattr("astraflow.dataflow.storage.rows._BLOCK_TOKENS", size)
+    assert row_facts(header, table, POLICIES) == whole
+    broken = trajectory(1.0, tokens=6)
+    broken.behavior_logprobs[4] = np.inf
+    header, table = sent(
+        *(with_trajectories(trajectory(1.0, tokens=4), k=k) for k in range(3)), with_trajectories(broken, k=3)
+    )
+    with pytest.raises(SchemaError, match=r"behavior_logprobs=inf must be finite \(row 3\)"):
+        row_facts(header, table, POLICIES)
+
+
+def test_rows_may_come_as_several_record_batches_or_as_none() -> None:
+    header, table = many_rows()
+    parts = pa.concat_tables([table.slice(0, 4), table.slice(4, 0), table.slice(4)])
+    assert row_facts(header, parts, POLICIES) == row_facts(header, table, POLICIES)
+    header, table = sent(episode(lease(), "n", error="x: y"))
+    none = pa.Table.from_batches([], schema=table.schema)
+    assert row_facts(header, none, POLICIES) == row_facts(header, table, POLICIES) == ([], {})
+
+
+def test_a_null_is_refused_and_its_row_named() -> None:
+    header, table = sent(*(with_trajectories(trajectory(None), k=k) for k in range(3)))
+    ids = pa.array([[1, 2, 3, 4], [1, None, 3, 4], [1, 2, 3, 4]], pa.list_(pa.int32()))
+    at = table.schema.get_field_index("token_ids")
+    with pytest.raises(SchemaError, match=r"column token_ids=null must not be null \(row 1\)"):
+        row_facts(header, table.set_column(at, table.schema.field(at), ids), POLICIES)
+
+
 def broken(column: str) -> tuple[EpisodesHeader, pa.Table]:
     row = trajectory(1.0)
     match column:

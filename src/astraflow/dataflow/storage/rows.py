@@ -6,7 +6,7 @@ No per-token Python, and as few passes over the tokens as possible: this runs in
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +14,10 @@ import pyarrow as pa
 
 from astraflow.dataflow.machine.records import EpisodeCommit, Part, Put
 from astraflow.errors import SchemaError
-from astraflow.wire.codec import TRAJECTORY_SCHEMA, check_schema, flat_values, list_lengths
+from astraflow.wire.codec import TRAJECTORY_SCHEMA, check_schema, flat_values, list_lengths, unpack_bools
 from astraflow.wire.messages import EpisodesHeader
+
+_BLOCK_TOKENS = 1 << 17  # measured: 2.1 ms for 25 MB that just came, 3.3 ms in one block
 
 # policy, sampled, oldest, newest, calls, reward, scored, truncated
 _Row = tuple[str, int, int, int, int, float, bool, bool]
@@ -33,22 +35,34 @@ def row_facts(header: EpisodesHeader, table: pa.Table, policies: Collection[str]
 
     Raises: SchemaError: columns of another type or length, rows that do not fit the header, an unknown policy.
     """
-    check_schema(table, TRAJECTORY_SCHEMA)
-    names = _check_owners(header, table, policies)
-    _refuse_empty(header, table)
-    counts, oldest, newest = _version_stats(table)
-    calls, rewards_per_call = _num_calls(table, counts), _rewards_per_call(table)
+    rows = _one_batch(table)
+    check_schema(rows, TRAJECTORY_SCHEMA)
+    names = _check_owners(header, rows, policies)
+    lengths = list_lengths(rows.column("token_ids"))
+    _refuse_empty(header, lengths)
+    counts, oldest, newest, calls = _token_facts(rows, lengths)
+    rewards_per_call = _rewards_per_call(rows)
     for row, given in rewards_per_call.items():
         if len(given) < calls[row]:
             raise SchemaError(
                 "column rewards_per_call", len(given), f"must be one per call (row {row} has {calls[row]} calls)",
                 "give a reward for each call, or none",
             )  # fmt: skip
-    rewards = table.column("reward").to_numpy()  # null becomes NaN
+    rewards = rows.column("reward").to_numpy(zero_copy_only=False)  # null becomes NaN
     scored = np.isfinite(rewards)
-    truncated = table.column("truncated").to_numpy()
-    columns = (counts, oldest, newest, calls, rewards, scored, truncated)
-    return RowFacts(list(zip(names, *(x.tolist() for x in columns), strict=True)), rewards_per_call)
+    truncated = rows.column("truncated").to_pylist()
+    columns = [x.tolist() for x in (counts, oldest, newest, calls, rewards, scored)]
+    return RowFacts(list(zip(names, *columns, truncated, strict=True)), rewards_per_call)
+
+
+def _one_batch(table: pa.Table) -> pa.RecordBatch:
+    """The rows without chunks; they are copied when they came as several batches."""
+    batches = table.to_batches()
+    if len(batches) > 1:
+        batches = table.combine_chunks().to_batches()
+    if batches:
+        return batches[0]
+    return pa.RecordBatch.from_arrays([pa.nulls(0, kind) for kind in table.schema.types], schema=table.schema)
 
 
 def episode_commits(header: EpisodesHeader, facts: RowFacts, put: Put | None) -> list[EpisodeCommit]:
@@ -93,10 +107,10 @@ def _part(facts: RowFacts, policy: str, numbers: list[int], key: int) -> Part:
     )
 
 
-def _check_owners(header: EpisodesHeader, table: pa.Table, policies: Collection[str]) -> list[str]:
+def _check_owners(header: EpisodesHeader, rows: pa.RecordBatch, policies: Collection[str]) -> list[str]:
     """Rows belong to the headers in order; returns the policy of each row."""
     expected = [e.episode_id for e in header.episodes for _ in range(e.num_rows)]
-    owners: list[str] = table.column("episode_id").to_pylist()
+    owners: list[str] = rows.column("episode_id").to_pylist()
     if owners != expected:
         row = next((i for i, (a, b) in enumerate(zip(owners, expected, strict=False)) if a != b), len(expected))
         raise SchemaError(
@@ -105,7 +119,7 @@ def _check_owners(header: EpisodesHeader, table: pa.Table, policies: Collection[
         )  # fmt: skip
     if len({e.episode_id for e in header.episodes}) != len(header.episodes):
         raise SchemaError("header.episodes", len(header.episodes), "must name each episode once", "send it once")
-    names: list[str] = table.column("policy").to_pylist()
+    names: list[str] = rows.column("policy").to_pylist()
     unknown = set(names).difference(policies)
     if unknown:
         row = next(i for i, name in enumerate(names) if name in unknown)
@@ -115,10 +129,9 @@ def _check_owners(header: EpisodesHeader, table: pa.Table, policies: Collection[
     return names
 
 
-def _refuse_empty(header: EpisodesHeader, table: pa.Table) -> None:
+def _refuse_empty(header: EpisodesHeader, lengths: np.ndarray) -> None:
     """An episode without an error has tokens."""
-    ends = np.concatenate([[0], np.cumsum(list_lengths(table.column("token_ids")))]).tolist()
-    start = 0
+    ends, start = [0, *np.cumsum(lengths).tolist()], 0
     for episode in header.episodes:
         end = start + episode.num_rows
         if episode.error is None and ends[start] == ends[end]:
@@ -129,77 +142,112 @@ def _refuse_empty(header: EpisodesHeader, table: pa.Table) -> None:
         start = end
 
 
-def _row_of(entry: int, lengths: np.ndarray) -> int:
-    """The row in which this entry of a token column lies."""
-    return int(np.searchsorted(np.cumsum(lengths), entry, "right"))
+class _Block(NamedTuple):
+    """Rows that follow each other, with their tokens."""
+
+    first: int  # number of the first one
+    lengths: np.ndarray  # [rows]
+    mask: np.ndarray  # [tokens], as all below
+    versions: np.ndarray
+    logprobs: np.ndarray
+    calls: np.ndarray
+
+    def row_of(self, entry: int) -> int:
+        """The row in which this entry of a token column lies."""
+        return self.first + int(np.searchsorted(np.cumsum(self.lengths), entry, "right"))
 
 
-def _version_stats(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per row: sampled tokens, and oldest and newest version among them (-1: none).
+def _token_facts(rows: pa.RecordBatch, lengths: np.ndarray) -> list[np.ndarray]:
+    """Per row: sampled tokens, oldest and newest version among them (-1: none), and calls that sampled one up to the
+    last (0: none did).
 
-    Raises: SchemaError: a sampled token without a version or with a logprob that is not a number.
+    Raises: SchemaError: a sampled token without a version, with a logprob that is not a number, or of no call although
+    the request has episodes of several calls.
     """
-    lengths = list_lengths(table.column("token_ids"))
-    mask = flat_values(table.column("loss_mask"))
-    versions = flat_values(table.column("versions"))
-    logprobs = flat_values(table.column("behavior_logprobs"))
-    counts = np.zeros(len(lengths), np.int64)
-    oldest = np.full(len(lengths), -1, np.int64)
-    newest = np.full(len(lengths), -1, np.int64)
+    calls = flat_values(rows.column("call_index"))
+    several = len(calls) > 0 and calls.max() > 0  # one call each: the common case needs no more passes
+    found = [_block_facts(block, several) for block in _blocks(rows, lengths, calls)]
+    if len(found) == 1:
+        return found[0]
+    return [np.concatenate(parts) for parts in zip(*found, strict=True)] if found else [np.empty(0, np.int64)] * 4
+
+
+def _blocks(rows: pa.RecordBatch, lengths: np.ndarray, calls: np.ndarray) -> Iterator[_Block]:
+    """Blocks of so many tokens that what is computed of one stays in the cache."""
+    mask = rows.column("loss_mask").flatten()
+    versions, logprobs = (flat_values(rows.column(name)) for name in ("versions", "behavior_logprobs"))
+    ends = np.cumsum(lengths)
+    a = start = 0
+    while a < len(lengths):
+        b = max(a + 1, int(np.searchsorted(ends, start + _BLOCK_TOKENS, "right")))
+        end = int(ends[b - 1])
+        own = slice(start, end)
+        yield _Block(a, lengths[a:b], unpack_bools(mask, start, end), versions[own], logprobs[own], calls[own])
+        a, start = b, end
+
+
+def _block_facts(block: _Block, several: bool) -> list[np.ndarray]:
+    lengths, mask = block.lengths, block.mask
     if not len(mask):
-        return counts, oldest, newest
-    versions = _where_sampled("versions", versions, mask, lengths)
-    if not (finite := np.isfinite(logprobs)).all():
+        return [
+            np.zeros(len(lengths), np.int64),
+            *(np.full(len(lengths), -1) for _ in range(2)),
+            np.zeros(len(lengths), np.int64),
+        ]
+    versions = _where_sampled("versions", block.versions, block)
+    if not (finite := np.isfinite(block.logprobs)).all():
         entry = int(np.argmin(finite))
         raise SchemaError(
-            "column behavior_logprobs", float(logprobs[entry]), f"must be finite (row {_row_of(entry, lengths)})",
+            "column behavior_logprobs", float(block.logprobs[entry]), f"must be finite (row {block.row_of(entry)})",
             "drop the episode as an error at its node",
         )  # fmt: skip
     filled = np.flatnonzero(lengths)
     starts = (np.cumsum(lengths) - lengths)[filled]
-    counts[filled] = np.add.reduceat(mask.view(np.uint8), starts, dtype=np.int32)
-    newest[filled] = np.maximum(np.maximum.reduceat(versions, starts), -1)
+    counts = np.add.reduceat(mask.view(np.uint8), starts, dtype=np.int32)
+    newest = np.maximum(np.maximum.reduceat(versions, starts), -1)
     low = np.minimum.reduceat(versions.view(np.uint32), starts)  # a negative one is larger than any version
-    oldest[filled] = np.where(newest[filled] < 0, -1, low.astype(np.int64))
-    return counts, oldest, newest
+    oldest = np.where(newest < 0, -1, low.astype(np.int64))
+    if several:
+        calls = _where_sampled("call_index", block.calls, block)
+        num_calls = np.maximum(np.maximum.reduceat(calls, starts).astype(np.int64), -1) + 1
+    else:
+        num_calls = counts > 0
+    return [
+        _spread(x, filled, len(lengths), empty)
+        for x, empty in ((counts, 0), (oldest, -1), (newest, -1), (num_calls, 0))
+    ]
 
 
-def _where_sampled(name: str, numbers: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _spread(values: np.ndarray, places: np.ndarray, size: int, empty: int) -> np.ndarray:
+    """[size] int64: `values` at `places` (rising), `empty` elsewhere."""
+    if len(places) == size:
+        return values.astype(np.int64)
+    spread = np.full(size, empty, np.int64)
+    spread[places] = values
+    return spread
+
+
+def _where_sampled(name: str, numbers: np.ndarray, block: _Block) -> np.ndarray:
     """`numbers`, negative exactly where the mask is False: rows should come like that, then nothing is copied."""
-    if np.array_equal(numbers >= 0, mask):
+    mask = block.mask
+    if ((numbers >= 0) == mask).all():
         return numbers
     cleared = np.where(mask, numbers, numbers.dtype.type(-1))
-    if np.array_equal(cleared >= 0, mask):
+    if ((cleared >= 0) == mask).all():
         return cleared
     entry = int(np.flatnonzero((cleared < 0) & mask)[0])
     raise SchemaError(
         f"column {name}", int(numbers[entry]),
-        f"must be >= 0 where loss_mask is true (row {_row_of(entry, lengths)})",
+        f"must be >= 0 where loss_mask is true (row {block.row_of(entry)})",
         "record the engine's version and number of the call",
     )  # fmt: skip
 
 
-def _num_calls(table: pa.Table, counts: np.ndarray) -> np.ndarray:
-    """[rows] int64: calls that sampled a token up to the last one; 0 when none did.
-
-    Raises: SchemaError: a sampled token of an episode of several calls that belongs to none.
-    """
-    index = flat_values(table.column("call_index"))
-    if not len(index) or index.max() <= 0:  # one call each: the common case needs no more passes
-        return (counts > 0).astype(np.int64)
-    lengths = list_lengths(table.column("token_ids"))
-    mask = flat_values(table.column("loss_mask"))
-    index = _where_sampled("call_index", index, mask, lengths)
-    calls = np.zeros(len(lengths), np.int64)
-    filled = np.flatnonzero(lengths)
-    starts = (np.cumsum(lengths) - lengths)[filled]
-    calls[filled] = np.maximum(np.maximum.reduceat(index, starts).astype(np.int64), -1) + 1
-    return calls
-
-
-def _rewards_per_call(table: pa.Table) -> dict[int, tuple[float, ...]]:
-    column = table.column("rewards_per_call")
-    found = {}
+def _rewards_per_call(rows: pa.RecordBatch) -> dict[int, tuple[float, ...]]:
+    column = rows.column("rewards_per_call")
+    found: dict[int, tuple[float, ...]] = {}
+    if not len(column.values):
+        return found
     for row in np.flatnonzero(list_lengths(column)).tolist():
         values = column[row].as_py()
         if not all(math.isfinite(v) for v in values):
