@@ -6,8 +6,9 @@
 | POST /policies/p/batches   | a full batch (topic p)     | commit that completes the last group    |
 | every command              | one SQLite transaction     | `_flush`, once per turn of the loop     |
 
-Commands of one turn are journaled in one transaction, then applied in order, then answered. When the journal cannot be
-written nothing is applied, so the state never runs ahead of the disk.
+Commands of one turn are journaled in one transaction, then applied in order, then answered; histories of tasks and a
+snapshot that is due come behind the answers. When the journal cannot be written nothing is applied, so the state never
+runs ahead of the disk.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from astraflow.dataflow.state import Machine
 from astraflow.dataflow.storage.identity import refuse_other_data, refuse_other_run
 from astraflow.dataflow.storage.segments import Segments
 from astraflow.dataflow.storage.tokens import TokenReader
-from astraflow.dataflow.views.life import moments_of
+from astraflow.dataflow.views.life import Found, moments_of
 from astraflow.dataflow.views.lines import line_of
 from astraflow.dataflow.views.nodes import PoolRates
 from astraflow.dataflow.views.rows import MetricsFile
@@ -94,6 +95,7 @@ class Shell:
         needed, every = self.machine.state.segment_puts, config.dataflow.snapshot_every
         self.compaction = Compaction(self.journal, self.segments, every, needed.keys(), self.end)
         self._started = time.monotonic()
+        self._behind: list[tuple[int, float, Iterator[Found]]] = []  # moments that are not yet in the histories
         self._pending: list[tuple[c.Command, asyncio.Future[Any]]] = []
         topics = ["leases", *config.policies, *map(stage_topic, config.stages), *map(consumer_topic, config.policies)]
         self._topics = {topic: asyncio.Event() for topic in topics}
@@ -175,6 +177,7 @@ class Shell:
         """Snapshot what is known and release the files."""
         self.compaction.close()
         try:
+            self._write_histories()
             self.metrics.flush()
             if self.crash is None and not self.metrics.num_waiting:  # the log of the journal still has those rows
                 self.journal.snapshot(self.machine.snapshot(), self.now())
@@ -262,14 +265,31 @@ class Shell:
                 if not future.done():
                     future.set_exception(HttpError(refusal.status, str(refusal), refusal.kind))
                 continue
-            self.history.add(seq, now, moments_of(command, applied, self.machine))
+            moments = moments_of(command, applied, self.machine)
+            if not isinstance(command, c.CommitEpisodes):  # whose moments are many, and do not depend on the state
+                moments = iter(list(moments))
+            self._behind.append((seq, now, moments))
             self._perform(applied.instructions, topics)
             if not future.done():
                 future.set_result(applied.reply)
-        self.history.flush()
         for topic in topics:
             self._wake(topic)
-        self._snapshot_when_due(now)
+        # Who waits was scheduled before this and goes first; the next commands are applied after it.
+        asyncio.get_running_loop().call_soon(self._follow_up)
+
+    def _follow_up(self) -> None:
+        """What nobody waits for. A kill before it loses nothing: a replay writes the histories."""
+        try:
+            self._write_histories()
+            self._snapshot_when_due(self.now())
+        except Exception as error:
+            self.end("machine", error)
+
+    def _write_histories(self) -> None:
+        for seq, now, moments in self._behind:
+            self.history.add(seq, now, moments)
+        self._behind.clear()
+        self.history.flush()
 
     def _perform(self, instructions: list[c.Instruction], topics: set[str]) -> None:
         for instruction in instructions:

@@ -51,15 +51,14 @@ class Routing:
             self._evaluation.complete(group)
             return
         wanted = list(self._context.state.tasks[group.group_id].open_policies)
-        parts = {
-            (part.policy, k): part
-            for k, result in enumerate(group.results)
-            if result is not None and result.error is None
-            for part in result.parts
-        }
-        accounts.release(self._context, (part for (name, _), part in parts.items() if name not in wanted))
+        parts: dict[str, dict[int, Part]] = {name: {} for name in wanted}
+        for k, result in enumerate(group.results):
+            if result is not None and result.error is None:
+                for part in result.parts:
+                    parts.setdefault(part.policy, {})[k] = part
+        accounts.release(self._context, (p for name in parts if name not in wanted for p in parts[name].values()))
         for name in wanted:
-            own = {k: part for (policy, k), part in parts.items() if policy == name}
+            own = parts[name]
             if not self._stages.hold_closed(name, group, own):
                 self.judge(name, group, own, {})
 
@@ -96,7 +95,7 @@ class Routing:
         left_out = len(rewards) - unscored - len(entries)
         accounts.drop_episodes(self._context, name, group.group_id, left_out, accounts.LEFT_OUT)
         oldest = min(e.part.min_version for e in entries)
-        judged = {"policy": name, "advantages": [round(e.advantage, 4) for e in entries], "weight": result.weight}
+        judged = {"policy": name, "advantages": [e.advantage for e in entries], "weight": result.weight}
         self._context.out.append(Happened(group.group_id, "judged", judged))
         self.pass_on(name, QueuedGroup(group.group_id, result.weight, oldest, entries))
 

@@ -22,10 +22,11 @@ class Chain:
     """
 
     def __init__(self, where: str, operators: Sequence[Operator], advantage: Operator) -> None:
-        self._where = where
         early = [o for o in operators if o.phase in ("filter", "shape")]
         self.operators = (*early, advantage, *operators[len(early) :])
-        self._on_batch = [o for o in self.operators if type(o).on_batch is not Operator.on_batch]
+        self._names = [f"{where} {type(o).__name__}" for o in self.operators]
+        named = zip(self._names, self.operators, strict=True)
+        self._on_batch = [(n, o) for n, o in named if type(o).on_batch is not Operator.on_batch]
 
     def on_group(self, group: Group, read_tokens: ReadTokens | None = None) -> Group | str:
         """The group with advantages, or the reason for which it is dropped.
@@ -34,11 +35,11 @@ class Chain:
         Raises: DataflowError: an operator failed or gave something that its contract does not allow.
         """
         tokens: list[list[Tokens]] | None = None
-        for operator in self.operators:
+        for name, operator in zip(self._names, self.operators, strict=True):
             if operator.needs_tokens and tokens is None and read_tokens is not None:
                 tokens = read_tokens()
             group.tokens = tokens if operator.needs_tokens else None
-            name, episode_ids = self._name(operator), list(group.episode_ids)
+            episode_ids = list(group.episode_ids)
             try:
                 result: object = operator.on_group(group)
             except Exception as error:
@@ -57,8 +58,8 @@ class Chain:
 
         `groups`: see `dataflow.operators.credited.as_batch_group`. Raises: DataflowError: as `on_group`.
         """
-        for operator in self._on_batch:
-            name, before = self._name(operator), [fixed_parts(g) for g in groups]
+        for name, operator in self._on_batch:
+            before = [fixed_parts(g) for g in groups]
             given = tuple(groups)
             try:
                 operator.on_batch(given, step)
@@ -88,9 +89,6 @@ class Chain:
         if states:
             for operator, state in zip(self.operators, states, strict=True):
                 operator.load_state_dict(state)
-
-    def _name(self, operator: Operator) -> str:
-        return f"{self._where} {type(operator).__name__}"
 
 
 def chain_of(name: str, policy: PolicySection) -> Chain:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 from astraflow.contracts import Operator
@@ -80,17 +80,19 @@ def fixed_parts(group: Group) -> tuple[Any, ...]:
 
 def _check_lengths(where: str, group: Group) -> None:
     size = len(group.episode_ids)
-    lengths = {
-        "rewards": len(group.rewards),
-        "rewards_per_call": len(group.rewards_per_call),
-        "metrics": len(group.metrics),
-        "num_tokens": len(group.num_tokens),
-        "min_version": len(group.min_version),
-        "errors": len(group.errors),
-    }
-    for name, length in lengths.items():
-        if length != size:
-            raise DataflowError(where, length, f"{name} must be {size}, one per episode", _MEND)
+    lists: tuple[Sized, ...] = (
+        group.rewards,
+        group.rewards_per_call,
+        group.metrics,
+        group.num_tokens,
+        group.min_version,
+        group.errors,
+    )
+    if {*map(len, lists)} == {size}:
+        return
+    names = ("rewards", "rewards_per_call", "metrics", "num_tokens", "min_version", "errors")
+    name, length = next((n, len(x)) for n, x in zip(names, lists, strict=True) if len(x) != size)
+    raise DataflowError(where, length, f"{name} must be {size}, one per episode", _MEND)
 
 
 def _check_calls(where: str, group: Group, size: int) -> None:
@@ -107,6 +109,8 @@ def _check_calls(where: str, group: Group, size: int) -> None:
 
 def _number(where: str, field: str, value: Any) -> float:
     """A plain float: a numpy scalar would not be JSON."""
+    if type(value) is float and math.isfinite(value):
+        return value
     try:
         number = float(value)
     except (TypeError, ValueError):

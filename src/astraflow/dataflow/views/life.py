@@ -40,6 +40,9 @@ def moments_of(command: c.Command, applied: Applied, machine: Machine) -> Iterat
     why = "given back" if isinstance(command, c.DrainNode) else "silent" if isinstance(command, c.Expire) else "over"
     for instruction in applied.instructions:
         match instruction:
+            case c.Happened(what="judged"):
+                advantages = [round(a, 4) for a in instruction.fields["advantages"]]
+                yield instruction.group_id, "judged", {**instruction.fields, "advantages": advantages}
             case c.Happened():
                 yield instruction.group_id, instruction.what, instruction.fields
             case c.Cancel():

@@ -74,8 +74,10 @@ class Stages:
     def hold_closed(self, policy: str, group: OpenGroup, parts: Mapping[int, Part]) -> bool:
         """A group before the operators; False: no stage wants to see it."""
         left = self._early.get(policy)
+        if not left:
+            return False
         played = {k: part for k, part in parts.items() if part.max_version >= 0}
-        if not left or not played or self._too_late(policy, _oldest(played.values())) is not None:
+        if not played or self._too_late(policy, _oldest(played.values())) is not None:
             return False
         own = [[parts[k]] if k in parts else [] for k in range(len(group.results))]
         results = [r and msgspec.structs.replace(r, parts=p) for r, p in zip(group.results, own, strict=True)]
