@@ -6,9 +6,9 @@
 | POST /policies/p/batches   | a full batch (topic p)     | commit that completes the last group    |
 | every command              | one SQLite transaction     | `_flush`, once per turn of the loop     |
 
-Commands of one turn are journaled in one transaction, then applied in order, then answered; histories of tasks and a
-snapshot that is due come behind the answers. When the journal cannot be written nothing is applied, so the state never
-runs ahead of the disk.
+Commands of one turn are journaled in one transaction, then applied in order, then answered; histories of tasks are
+written a little later. When the journal cannot be written nothing is applied, so the state never runs ahead of the
+disk.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ log = logging.getLogger("astraflow.dataflow")
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(c.Command).decode
 _QUIET = ("dropped", "episodes_dropped")  # events too frequent for the log
+_HISTORY_S = 0.05  # histories are written so late, for all commands since
 _EVENTS_KEPT = 1000  # per listener; a slow one misses events, nobody waits for it
 
 
@@ -95,7 +96,8 @@ class Shell:
         needed, every = self.machine.state.segment_puts, config.dataflow.snapshot_every
         self.compaction = Compaction(self.journal, self.segments, every, needed.keys(), self.end)
         self._started = time.monotonic()
-        self._behind: list[tuple[int, float, Iterator[Found]]] = []  # moments that are not yet in the histories
+        self._behind: list[tuple[int, float, Iterator[Found]]] = []  # not yet in the histories
+        self._writing = False  # they will be written soon
         self._pending: list[tuple[c.Command, asyncio.Future[Any]]] = []
         topics = ["leases", *config.policies, *map(stage_topic, config.stages), *map(consumer_topic, config.policies)]
         self._topics = {topic: asyncio.Event() for topic in topics}
@@ -177,7 +179,7 @@ class Shell:
         """Snapshot what is known and release the files."""
         self.compaction.close()
         try:
-            self._write_histories()
+            self.write_histories()
             self.metrics.flush()
             if self.crash is None and not self.metrics.num_waiting:  # the log of the journal still has those rows
                 self.journal.snapshot(self.machine.snapshot(), self.now())
@@ -274,22 +276,24 @@ class Shell:
                 future.set_result(applied.reply)
         for topic in topics:
             self._wake(topic)
-        # Who waits was scheduled before this and goes first; the next commands are applied after it.
-        asyncio.get_running_loop().call_soon(self._follow_up)
+        self._snapshot_when_due(now)
+        if self._behind and not self._writing:
+            self._writing = True
+            asyncio.get_running_loop().call_later(_HISTORY_S, self._write_behind)
 
-    def _follow_up(self) -> None:
-        """What nobody waits for. A kill before it loses nothing: a replay writes the histories."""
-        try:
-            self._write_histories()
-            self._snapshot_when_due(self.now())
-        except Exception as error:
-            self.end("machine", error)
-
-    def _write_histories(self) -> None:
+    def write_histories(self) -> None:
+        """Write what was kept back so that nobody had to wait for it. A kill loses nothing: a replay writes it."""
         for seq, now, moments in self._behind:
             self.history.add(seq, now, moments)
         self._behind.clear()
         self.history.flush()
+
+    def _write_behind(self) -> None:
+        self._writing = False
+        try:
+            self.write_histories()
+        except Exception as error:
+            self.end("history", error)
 
     def _perform(self, instructions: list[c.Instruction], topics: set[str]) -> None:
         for instruction in instructions:
@@ -313,6 +317,7 @@ class Shell:
     def _snapshot_when_due(self, now: float) -> None:
         if not self.compaction.due:
             return
+        self.write_histories()  # a replay would begin behind them
         self.metrics.flush()
         if self.metrics.num_waiting:  # a snapshot would forget them
             self.compaction.postpone()

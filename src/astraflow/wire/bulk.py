@@ -19,6 +19,8 @@ import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from astraflow.wire.connection import fresh
+
 BULK = "astraflow.bulk"  # the extension of an ASGI scope
 MIN_BYTES = 64 << 10  # of a body that passes by the parser
 _BUFFER_BYTES = 4 << 20  # written at once: small pieces take several times as long (measured on ext4)
@@ -36,7 +38,7 @@ class Bulk:
     def __init__(self, length: int, resume: Callable[[], None]) -> None:
         self.length = length
         self._left, self._resume = length, resume
-        self._buffer, self._filled = memoryview(bytearray(min(length, _BUFFER_BYTES))), 0
+        self._buffer, self._filled = fresh(min(length, _BUFFER_BYTES)), 0
         self._write: Write | None = None
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -48,7 +50,7 @@ class Bulk:
         if self.length <= len(self._buffer):
             await self.read(lambda piece: None)
             return self._buffer[: self.length]
-        whole, filled = memoryview(bytearray(self.length)), 0
+        whole, filled = fresh(self.length), 0
 
         def add(piece: memoryview) -> None:
             nonlocal filled

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httptools
+import numpy as np
 
 from astraflow.errors import WireError
 from astraflow.wire.local import MOST_PIECES, after
@@ -28,6 +29,11 @@ _HEAD_BYTES = 64 << 10  # of one receive while the head is read
 def size_of(pieces: Pieces) -> int:
     """Bytes."""
     return sum(piece.nbytes for piece in pieces)
+
+
+def fresh(size: int) -> memoryview:
+    """A buffer to be filled. Unlike a bytearray it is not set to zero first, and a large one takes huge pages."""
+    return np.empty(size, np.uint8).data
 
 
 class Broken(OSError):
@@ -92,7 +98,7 @@ class Connection:
     def read_rest(self, head: Head) -> memoryview:
         """The whole body in one buffer."""
         if head.length is not None:
-            buffer = memoryview(bytearray(head.length))
+            buffer = fresh(head.length)
             if (filled := self.readinto(buffer)) < head.length:
                 raise Broken(f"the body was cut, {head.length - filled} bytes are missing")
             return buffer
