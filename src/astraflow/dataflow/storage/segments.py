@@ -9,7 +9,10 @@ A body is checked against its checksum when it is read first (33 GB/s measured, 
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,6 +25,11 @@ from astraflow.errors import JournalError
 from astraflow.wire.local import MIN_BYTES, Body, place_of
 
 SEGMENT_BYTES = 64 << 20
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
 _ALIGN = 64  # of a body, so that its Arrow buffers are aligned in the map
 
 
@@ -233,6 +241,27 @@ def segment_name(number: int) -> str:
 
 
 def map_segment(path: Path) -> pa.Buffer:
-    """A read-only map of a whole segment. It needs no open file and outlives the name of the file."""
-    with pa.memory_map(str(path)) as file:
-        return file.read_buffer()
+    """A read-only map of a whole segment. It needs no open file and outlives the name of the file.
+
+    Python's own maps keep a file open; Arrow's walk through all pages first (0.2 ms for 25 MB, measured).
+    Raises: OSError.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(file).st_size
+        if not size:
+            return pa.py_buffer(b"")
+        address = _LIBC.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file, 0)
+        if address == _FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(path))
+    finally:
+        os.close(file)
+    return pa.foreign_buffer(address, size, _Mapped(address, size))
+
+
+class _Mapped:
+    """Memory that is given back when the last buffer over it is gone."""
+
+    def __init__(self, address: int, size: int) -> None:
+        weakref.finalize(self, _LIBC.munmap, address, size).atexit = False  # somebody may still read at the exit
