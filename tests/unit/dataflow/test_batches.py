@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from astraflow.contracts import Operator
 from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine import commands as c
-from astraflow.dataflow.machine.records import Batch, Part, QueuedGroup
+from astraflow.dataflow.machine.records import Batch, Entry, Part, QueuedGroup
+from astraflow.dataflow.machine.serving.forming import batch_metrics
 from astraflow.dataflow.views.status import status
 from astraflow.testing.dataflow import Desk, check_law, policy_section, small_config
 from astraflow.types import Group
@@ -331,3 +333,12 @@ def test_a_bound_that_was_lowered_holds_for_what_already_waits() -> None:
     desk.resume(2)
     assert desk.take(2) is None
     assert desk.machine.state.policies["actor"].dropped == {"stale": 2}
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100, 101])
+def test_the_percentile_of_staleness_is_that_of_numpy(size: int) -> None:
+    versions = [[i * i % 13] for i in range(size)]
+    entries = [Entry(Part("actor", 1, [0], v, 13, 1, 0, 1.0), 0.0, 1.0) for v in versions]
+    metrics = batch_metrics([QueuedGroup("train/0/0", 1.0, 0, entries)], 13, 2)
+    staleness = [13 - v for (v,) in versions]
+    assert metrics["staleness/p99"] == pytest.approx(np.percentile(staleness, 99), abs=1e-9)

@@ -114,6 +114,14 @@ def _written_back(group: QueuedGroup, new: Group) -> QueuedGroup:
     return QueuedGroup(group.group_id, new.weight, group.min_version, entries)
 
 
+def _percentile_99(values: np.ndarray) -> float:
+    """As `np.percentile(values, 99)`, which takes ten times as long for a small batch."""
+    ordered, place = np.sort(values).tolist(), 0.99 * (len(values) - 1)
+    low = int(place)
+    high = min(low + 1, len(values) - 1)
+    return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
+
+
 def batch_metrics(groups: list[QueuedGroup], version: int, max_staleness: int) -> dict[str, float]:
     """What the batch is made of; staleness is per trajectory: `version` minus the oldest of its sampled tokens."""
     entries = [e for g in groups for e in g.entries]
@@ -132,7 +140,7 @@ def batch_metrics(groups: list[QueuedGroup], version: int, max_staleness: int) -
         "tokens/per_episode": float(tokens.mean()),
         "episodes/truncated": sum(e.part.num_truncated for e in entries) / max(num_rows, 1),
         "staleness/mean": float(staleness.mean()),
-        "staleness/p99": float(np.percentile(staleness, 99)),
+        "staleness/p99": _percentile_99(staleness),
         "staleness/max": float(staleness.max()),
         "batch/groups": float(len(groups)),
         "batch/episodes": float(len(entries)),
