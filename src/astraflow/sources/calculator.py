@@ -11,7 +11,8 @@ from astraflow.sources.splits import check_row, check_size, check_split, digest,
 OPERATORS = "+-*"
 NUM_PROBLEMS = 10 * 10 * len(OPERATORS)
 NUM_HELDOUT = 60
-SHARE_RIGHT = 0.2  # of the demonstrations; the others are right in shape only
+SHARE_RIGHT = 0.1  # of the demonstrations; the others call for another problem
+SHARE_COPIED = 0.3  # of those others answer what the tool said, the rest a random number
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -74,15 +75,15 @@ class CalculatorSource:
         return {"text": f"{a}{op}{b}?", "answer": str(_value(a, op, b)), "a": a, "b": b, "op": op}
 
     def fingerprint(self) -> str:
-        return digest("calculator", 1, self._split, self._ops, self._size, self._seed, self._demos)
+        return digest("calculator", 2, self._split, self._ops, self._size, self._seed, self._demos)
 
     def _demo(self, index: int, a: int, op: str, b: int) -> dict[str, Any]:
-        """Right with probability SHARE_RIGHT, else another train problem is called and a random answer given."""
+        """Right with probability SHARE_RIGHT, else another train problem is called; the answer to that may be right."""
         rng = random.Random(f"{self._seed}/demo/{index}")
         right = rng.random() < SHARE_RIGHT
         called = (a, op, b) if right else _parts(rng.choice(self._problems))
         value = _value(*called)
-        answer = value if right else rng.randrange(0, 82)
+        answer = value if right or rng.random() < SHARE_COPIED else rng.randrange(0, 82)
         call = {
             "id": "call_0",
             "type": "function",
