@@ -59,11 +59,10 @@ class Reader:
         self._client.close()
 
 
-def kill_worker(run: LaunchedRun, stage: str) -> int:
-    """`kill -9` of the worker of a stage; gives its pid."""
+def worker_of(run: LaunchedRun, stage: str) -> int:
+    """The pid of the worker of a stage."""
     named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in run.pids("stage")}
     (pid,) = (pid for pid, words in named.items() if stage.encode() in words)
-    os.kill(pid, signal.SIGKILL)
     return pid
 
 
@@ -88,9 +87,10 @@ def test_every_row_has_its_columns_once_though_workers_are_killed(tmp_path: Path
             killed = []
             for stage, step in (("echo", 3), ("ref", 4), ("echo", 5)):
                 run.wait_for_step(step)
+                killed.append(worker_of(run, stage))
                 if stage == "echo":  # it is slow: it can be caught with rows, `ref` only by luck
                     wait_until(lambda: reader.leased("echo") > 0, "rows at a worker of echo", 60)
-                killed.append(kill_worker(run, stage))
+                os.kill(killed[-1], signal.SIGKILL)
             code = run.wait(200)
             over.set()
             following.join(20)
