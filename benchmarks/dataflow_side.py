@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from astraflow.observe.memory import settle_memory
+from astraflow.observe.process import settle_memory
 from astraflow.types import Trajectory
 from astraflow.wire.codec import flat_values
 from astraflow.wire.local import host_identity

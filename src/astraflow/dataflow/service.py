@@ -38,8 +38,8 @@ from astraflow.dataflow.storage.rows import episode_commits, row_facts
 from astraflow.dataflow.storage.segments import DamagedRows
 from astraflow.dataflow.storage.shared import share_batch, worth_sharing
 from astraflow.dataflow.views.status import journal_status, prometheus_text, status
-from astraflow.observe.memory import settle_memory
 from astraflow.observe.metrics import CONTENT_TYPE
+from astraflow.observe.process import settle_memory
 from astraflow.types import BatchHeader
 from astraflow.wire import messages as m
 from astraflow.wire.app import (

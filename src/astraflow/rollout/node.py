@@ -39,7 +39,7 @@ from astraflow.contracts import Engine
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import WireError
 from astraflow.observe.logs import setup_logging
-from astraflow.observe.memory import settle_memory
+from astraflow.observe.process import settle_memory
 from astraflow.rollout.commit import Committer, Reach
 from astraflow.rollout.gateway.app import create_app
 from astraflow.rollout.gateway.core import Gateway

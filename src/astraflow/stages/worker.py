@@ -15,12 +15,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import signal
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import TypeVar
 
 import msgspec
@@ -31,7 +29,7 @@ from astraflow.config.stages import TASK_COLUMN
 from astraflow.contracts import Stage
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import Unreachable, WireError
-from astraflow.observe.memory import settle_memory
+from astraflow.observe.process import settle_memory, stop_signals
 from astraflow.stages.context import StageRun, build_stage
 from astraflow.wire import messages as m
 
@@ -57,7 +55,7 @@ def run_stage(dataflow: str, name: str, *, threads: int = 0, token: str | None =
     Raises: AstraFlowError: no such stage, options that it refuses, a service that does not answer or refuses us.
     """
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(_stop_signals())
+        stop = stack.enter_context(stop_signals())
         client = DataflowClient(dataflow, token, give_up_s=RETRY_S)
         stack.callback(client.close)
         reach = Reach(stop)
@@ -222,24 +220,3 @@ def _with_tasks(leases: Entries, rows: pa.Table) -> pa.Table:
     """The rows with the fields of their task as JSON text."""
     texts = [json.dumps(lease.fields) for lease in leases for _ in range(lease.num_rows)]
     return rows.append_column(TASK_COLUMN, pa.array(texts, pa.string()))
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and the first Ctrl-C set; a second one interrupts. Outside the main thread: never set."""
-    stop = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -25,16 +25,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from astraflow.errors import TrainingError
 from astraflow.models.checkpoints import latest_checkpoint
-from astraflow.observe.memory import settle_memory
+from astraflow.observe.process import settle_memory, stop_signals
 from astraflow.training.feed.publisher import outward
 from astraflow.training.feed.session import Interrupted, TrainerSession
 from astraflow.training.learner import Learner
@@ -54,7 +51,7 @@ def run_trainer(dataflow: str, policy: str, run_dir: Path, *, threads: int = 0, 
     Raises: AstraFlowError: what went wrong, also when a newer trainer of the policy took over (WireError, status 409).
     """
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(_stop_signals())
+        stop = stack.enter_context(stop_signals())
         try:
             session = stack.enter_context(TrainerSession(dataflow, policy, token=token, stop=stop))
             config, run = session.config, session.run
@@ -129,24 +126,3 @@ class Trainer:
         self._learner.save()
         self._saved = self._learner.version
         self._session.checkpoint()
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and the first Ctrl-C set; a second one interrupts. Outside the main thread: never set."""
-    stop = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -11,7 +11,7 @@ import threading
 from typing import Any, NamedTuple
 
 from astraflow.errors import AstraFlowError, ConfigError, EpisodeError, WireError
-from astraflow.observe.memory import settle_memory
+from astraflow.observe.process import settle_memory
 from astraflow.rollout.loop import start_in_thread
 from astraflow.rollout.worker.channel import (
     Answer,
