@@ -51,22 +51,24 @@ def ask(url, method, path, body=None, wait_s=0.0):
 
 
 def fetch(url, method, path, body=None, wait_s=0.0):
-    """One request; sent again while nobody answers or the disk of the service is full: all of them are idempotent."""
+    """One request; sent again while nobody answers, or the service stops or has a full disk: all are idempotent."""
     content_type = "application/vnd.apache.arrow.stream" if isinstance(body, bytes) else "application/json"
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, {**HEADERS, "content-type": content_type}, method=method)
     deadline = time.monotonic() + GIVE_UP_S
     while True:
+        pause_s = 0.2
         try:
             with urllib.request.urlopen(request, timeout=30 + wait_s) as answer:
                 return answer.read()
         except urllib.error.HTTPError as error:
-            if error.code != 507 or time.monotonic() > deadline:
+            pause_s = float(error.headers.get("Retry-After", pause_s))
+            if error.code not in (503, 507) or time.monotonic() > deadline:
                 raise Refused(error.code, json.loads(error.read())["error"]) from error
         except (OSError, http.client.HTTPException) as error:  # nobody there, or the answer was cut
             if time.monotonic() > deadline:
                 raise Refused(None, f"{url} did not answer for {GIVE_UP_S} s") from error
-        threading.Event().wait(0.2)
+        threading.Event().wait(pause_s)
 
 
 class Policy:

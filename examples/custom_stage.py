@@ -42,23 +42,25 @@ def reward(token_ids, loss_mask):
 
 
 def fetch(url, method, path, body=None, wait_s=0.0):
-    """One request; sent again while nobody answers or the disk of the service is full: all of them are idempotent."""
+    """One request; sent again while nobody answers, or the service stops or has a full disk: all are idempotent."""
     arrow = isinstance(body, bytes)
     headers = {**HEADERS, "content-type": "application/vnd.apache.arrow.stream" if arrow else "application/json"}
     data = body if arrow or body is None else json.dumps(body).encode()
     deadline = time.monotonic() + GIVE_UP_S
     while True:
+        pause_s = 0.2
         try:
             request = urllib.request.Request(url + path, data, headers, method=method)
             with urllib.request.urlopen(request, timeout=30 + wait_s) as answer:
                 return answer.read()
         except urllib.error.HTTPError as error:
-            if error.code != 507 or time.monotonic() > deadline:
+            pause_s = float(error.headers.get("Retry-After", pause_s))
+            if error.code not in (503, 507) or time.monotonic() > deadline:
                 raise RuntimeError(error.code, json.loads(error.read())["error"]) from error
         except (OSError, http.client.HTTPException) as error:  # nobody there, or the answer was cut
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{url} did not answer for {GIVE_UP_S} s") from error
-        threading.Event().wait(0.2)
+        threading.Event().wait(pause_s)
 
 
 def lease(url, stage, worker_id):

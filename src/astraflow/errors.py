@@ -65,7 +65,12 @@ class Unauthorized(WireError):
 
 
 class Unreachable(WireError):
-    """No answer within the retry budget; names the URL and what was waited for."""
+    """No answer within the retry budget; names the URL and what was waited for. Status 503: it answered that it is
+    away for a moment, and `pause_s` is how long it asked to wait before the next try (0: unsaid)."""
+
+    def __init__(self, message: str, status: int | None = None, pause_s: float = 0.0) -> None:
+        self.pause_s = pause_s
+        super().__init__(message, status)
 
 
 class ProtocolMismatch(WireError):

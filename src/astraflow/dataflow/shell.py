@@ -170,7 +170,7 @@ class Shell:
         self.stop()
 
     def stop(self) -> None:
-        """Let every waiting request answer now."""
+        """Answer every waiting request now: ask again later."""
         self.stopping = True
         for topic in self._topics:
             self._wake(topic)

@@ -39,10 +39,10 @@ _HOST, _PROTOCOL = HOST_HEADER.encode(), PROTOCOL_HEADER.encode()
 
 
 class HttpError(AstraFlowError):
-    """Answer with this status and sentence."""
+    """Answer with this status and sentence. `pause_s`: how long to wait before the request is sent again; 0: unsaid."""
 
-    def __init__(self, status: int, message: str, kind: str = "WireError") -> None:
-        self.status, self.kind = status, kind
+    def __init__(self, status: int, message: str, kind: str = "WireError", *, pause_s: int = 0) -> None:
+        self.status, self.kind, self.pause_s = status, kind, pause_s
         super().__init__(message)
 
 
@@ -146,7 +146,10 @@ def _on_error(request: Request | None, error: Exception) -> Response:
         request.app.state.on_refused(error)
     match error:
         case HttpError():
-            return json_reply(Failure(str(error), error.kind), error.status)
+            reply = json_reply(Failure(str(error), error.kind), error.status)
+            if error.pause_s:
+                reply.headers["retry-after"] = str(error.pause_s)
+            return reply
         case GatewayError():
             status = error.status
         case SchemaError():

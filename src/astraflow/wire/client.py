@@ -2,7 +2,8 @@
 
 All requests of the protocol are idempotent, so a request whose answer was lost is sent again: a refused or reset
 connection is retried with backoff until `give_up_s` has passed, then `Unreachable` names the URL and the wait.
-So is a 507: the service lives and cannot write; what it said is raised when that goes on for `give_up_s`.
+So is a 507 (the service lives and cannot write) and a 503 (it stops, after the pause that it asks for); what it said is
+raised when that goes on for `give_up_s`.
 A service that accepts and never answers is cut by `timeout_s` and counts as unreachable.
 """
 
@@ -23,14 +24,15 @@ from astraflow.wire.local import BODY_HEADER, HOST_HEADER, INBOX_HEADER, MIN_BYT
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 
 R = TypeVar("R")
-DISK_FULL = 507
+DISK_FULL, AWAY = 507, 503
 _CONNECT_S = 10.0
 _PIECE = 16 << 20  # of a download
+_LONGEST_PAUSE_S = 5.0  # whatever a service asks for
 
 
 class HttpClient:
-    """Requests to one base URL. `token`: bearer token. `give_up_s`: how long an unreachable service is retried, and
-    one whose disk is full."""
+    """Requests to one base URL. `token`: bearer token. `give_up_s`: how long a service is retried that is unreachable,
+    stops, or has no room on its disk."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class HttpClient:
         try:
             connection, head = self._ask("GET", path, (), headers, self.timeout_s)
             if head.status >= 400:
-                raise self._failure(path, head.status, connection.read_rest(head))
+                raise self._failure(path, head, connection.read_rest(head))
             if offset and head.status != 206:
                 offset = 0
             while offset < len(target):
@@ -144,11 +146,13 @@ class HttpClient:
             except OSError as error:
                 failure, cause = self._unreachable(path, error), error
             except WireError as error:
-                if error.status != DISK_FULL:
+                if error.status not in (DISK_FULL, AWAY):
                     raise
                 failure, cause = error, error.__cause__
             attempt += 1
             pause = min(2.0, 0.05 * 2**attempt) * random.uniform(0.5, 1.0)
+            if isinstance(failure, Unreachable):
+                pause += min(failure.pause_s, _LONGEST_PAUSE_S)
             if time.monotonic() + pause > deadline or self._stop.wait(pause):
                 raise failure from cause
             self.num_retries += 1
@@ -168,7 +172,7 @@ class HttpClient:
         finally:
             self._pool.give(connection)
         if head.status >= 400:
-            raise self._failure(path, head.status, payload)
+            raise self._failure(path, head, payload)
         self._inbox = head.headers.get(INBOX_HEADER, "")
         return head.status, payload, head.headers
 
@@ -195,11 +199,15 @@ class HttpClient:
                 f"url={self.base_url}{path} answered no {reply} ({error}); is this an AstraFlow service?"
             ) from error
 
-    def _failure(self, path: str, status: int, payload: memoryview | bytes) -> WireError:
+    def _failure(self, path: str, head: Head, payload: memoryview | bytes) -> WireError:
+        status = head.status
         try:
             failure = msgspec.json.decode(payload, type=Failure)
         except msgspec.DecodeError:
             failure = Failure(f"url={self.base_url}{path} answered {status}; is this an AstraFlow service?")
+        if status == AWAY:
+            pause = head.headers.get("retry-after", "")
+            return Unreachable(failure.error, status, float(pause) if pause.isdecimal() else 0.0)
         kind: Callable[[str, int], WireError] = {401: Unauthorized, 426: ProtocolMismatch}.get(status, WireError)
         return kind(failure.error, status)
 

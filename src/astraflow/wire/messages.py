@@ -25,7 +25,7 @@ are never compared.
 | GET  /status /metrics /events      | people  | -> JSON / Prometheus text / SSE          | -                       |
 
 Errors: any status >= 400 carries `Failure`. 401 token, 404 unknown id, 409 refused by state, 410 the run is over,
-422 malformed, 426 protocol mismatch, 507 journal cannot be written.
+422 malformed, 426 protocol mismatch, 503 the service stops (a request that waits), 507 journal cannot be written.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ class Service:
         """Put a command through the journal."""
         return asyncio.run_coroutine_threadsafe(self.shell.submit(command), self._loop).result(20)
 
-    def client(self, token: str | None = None) -> DataflowClient:
+    def client(self, token: str | None = None, *, give_up_s: float = 3.0) -> DataflowClient:
         """A new client."""
-        client = DataflowClient(self.url, token or self._token, give_up_s=3.0)
+        client = DataflowClient(self.url, token or self._token, give_up_s=give_up_s)
         self._clients.append(client)
         return client
 

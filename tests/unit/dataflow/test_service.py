@@ -14,7 +14,7 @@ import urllib3
 
 from astraflow.dataflow.client import DataflowClient
 from astraflow.dataflow.machine import commands as c
-from astraflow.errors import DataflowError, Unauthorized, WireError
+from astraflow.errors import DataflowError, Unauthorized, Unreachable, WireError
 from astraflow.testing.dataflow import Rows, episode, policy_section, small_config, sources, trajectory
 from astraflow.types import EpisodeLease
 from astraflow.wire import messages as m
@@ -60,6 +60,36 @@ def test_cancels_are_said_again_until_a_heartbeat_confirms_them(serve: Any) -> N
     assert client.heartbeat("n", {}, {}).cancelled == told
     assert client.heartbeat("n", {}, {}, told).cancelled == []
     assert client.heartbeat("n", {}, {}).cancelled == []
+
+
+def test_a_service_that_stops_asks_who_waits_to_come_back_after_a_pause(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = {"type": "astraflow.testing.stages:EchoStage", "workers": 0, "rows": 1024}
+    service = serve(small_config(consumers={"log": {}}, stages={"s": stage}))
+    client = service.start()
+    play(client, 4)
+    calls: list[Callable[[DataflowClient], Any]] = [
+        lambda x: x.batch("actor", "t", 0, wait_s=30),
+        lambda x: x.consume("log", "actor", wait_s=30),
+        lambda x: x.stage_lease("s", "w2", 4, wait_s=30),
+    ]
+    assert len(client.stage_lease("s", "w", 1024)[0].leases) == 4  # nothing is left for w2
+    arrived, wait = threading.Semaphore(0), service.shell.wait
+
+    def waits(topic: str, timeout_s: float) -> Any:
+        arrived.release()
+        return wait(topic, timeout_s)
+
+    monkeypatch.setattr(service.shell, "wait", waits)
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(call, service.client(give_up_s=0.0)) for call in calls]
+        assert all(arrived.acquire(timeout=10) for _ in calls)
+        service.close()
+        errors = [future.exception(10) for future in waiting]
+    for error in errors:
+        assert isinstance(error, Unreachable) and (error.status, error.pause_s) == (503, 1.0), error
+        assert "dataflow=stopping answers nobody who waits; ask again" in str(error)
 
 
 def test_a_run_from_the_first_lease_to_the_end(serve: Serve, tmp_path: Path) -> None:

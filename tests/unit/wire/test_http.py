@@ -55,12 +55,23 @@ PATHS: list[Path | None] = []
 FULL = 0
 """How many requests the disk is still full for."""
 
+AWAY = 0
+"""How many requests the service still stops for."""
+
 
 async def full(request: Request) -> Response:
     global FULL
     FULL -= 1
     if FULL >= 0:
         raise JournalError("journal", "x", "cannot be written", "free some disk")
+    return json_reply(Ok())
+
+
+async def away(request: Request) -> Response:
+    global AWAY
+    AWAY -= 1
+    if AWAY >= 0:
+        raise HttpError(503, "service=stopping answers nobody; ask again", pause_s=1)
     return json_reply(Ok())
 
 
@@ -96,6 +107,7 @@ def running(
         Route("/bulk", bulk, methods=["POST"]),
         Route("/fail/{kind}", fail),
         Route("/full", full, methods=["POST"]),
+        Route("/away", away, methods=["POST"]),
     ]
     url: list[str] = []
     ready = threading.Event()
@@ -422,6 +434,20 @@ def test_a_full_disk_is_waited_for_and_said_after_the_budget(monkeypatch: pytest
         with pytest.raises(WireError, match="journal=x cannot be written") as caught:
             client.json("POST", "/full", Ok(), Ok)
         assert caught.value.status == 507 and client.num_retries > 0
+
+
+def test_a_service_that_stops_is_asked_again_after_the_pause_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    with running() as url:
+        monkeypatch.setitem(globals(), "AWAY", 2)
+        client = HttpClient(url)
+        monkeypatch.setattr(client._stop, "wait", pauses.append)
+        assert client.json("POST", "/away", Ok(), Ok) == Ok()
+        assert client.num_retries == 2 and all(1.0 <= pause < 2.0 for pause in pauses)
+        monkeypatch.setitem(globals(), "AWAY", 1)
+        with pytest.raises(Unreachable, match="service=stopping answers nobody; ask again") as caught:
+            HttpClient(url, give_up_s=0.5).json("POST", "/away", Ok(), Ok)  # no time left for the pause
+    assert (caught.value.status, caught.value.pause_s) == (503, 1.0)
 
 
 def test_an_answer_comes_in_one_piece() -> None:

@@ -12,6 +12,7 @@ from astraflow.dataflow.storage.segments import DamagedRows
 from astraflow.wire.app import HttpError
 
 LONGEST_WAIT_S = 60.0
+_AWAY_S = 1  # a service that is started again is not back earlier
 
 
 @contextmanager
@@ -29,12 +30,18 @@ def deadline_in(wait_s: float) -> float:
 
 
 async def wait_for(shell: Shell, topic: str, deadline: float) -> bool:
-    """Until something happened to `topic`. False: the time of the request is over, or the service stops."""
+    """Until something happened to `topic`. False: the time of the request is over.
+
+    Raises: HttpError: 503: the service stops; an empty answer would be asked again at once, of a closed port.
+    """
     left = deadline - asyncio.get_running_loop().time()
-    if left <= 0 or shell.stopping:
-        return False
-    await shell.wait(topic, left)
-    return not shell.stopping
+    if left > 0 and not shell.stopping:
+        await shell.wait(topic, left)
+    if shell.stopping:
+        raise HttpError(
+            503, "dataflow=stopping answers nobody who waits; ask again after a pause", "Unreachable", pause_s=_AWAY_S
+        )
+    return left > 0
 
 
 async def drop_damaged(shell: Shell, found: DamagedRows) -> None:

@@ -30,6 +30,7 @@ STATUSES = {
     416: "the range lies outside of the file",
     422: "the body is malformed; the error names the field, or the column and row",
     426: "another version of the protocol",
+    503: "the service stops; send the request again after the pause that Retry-After says",
     507: "the journal cannot be written; send the request again after a pause",
 }
 _EVERYWHERE = (401, 426)

@@ -33,7 +33,7 @@ OPERATIONS = (
     ),
     Operation(
         method="POST", path="/leases", name="lease", sender="node", body=m.LeaseRequest, reply=m.LeaseReply,
-        about="Up to n episodes to play; waits up to wait_s for the first", refusals=(*_BODY, 404, 409, 507),
+        about="Up to n episodes to play; waits up to wait_s for the first", refusals=(*_BODY, 404, 409, 503, 507),
     ),
     Operation(
         method="POST", path="/episodes", name="commit", sender="node", reply=m.EpisodesReply,
@@ -53,7 +53,7 @@ OPERATIONS = (
     Operation(
         method="POST", path="/policies/{policy}/batches", name="batch", sender="trainer", body=m.BatchRequest,
         reply=Arrow(BatchHeader, TRAINING_SCHEMA, _BATCH_ROWS), empty="no batch was full within wait_s; ask again",
-        about="The batch after a version; waits up to wait_s for it", refusals=(*_BODY, 404, 409, 410, 507),
+        about="The batch after a version; waits up to wait_s for it", refusals=(*_BODY, 404, 409, 410, 503, 507),
     ),
     Operation(
         method="POST", path="/policies/{policy}/batches/{batch_id:path}/ack", name="ack", sender="trainer",
@@ -67,7 +67,7 @@ OPERATIONS = (
     Operation(
         method="POST", path="/stages/{stage}/leases", name="stage_lease", sender="stage", body=m.StageRequest,
         reply=Arrow(m.StageRows, None, "Its columns are those that the stage needs, without `task`."),
-        about="Rows to work on; waits up to wait_s for the first", refusals=(*_BODY, 404, 409, 507),
+        about="Rows to work on; waits up to wait_s for the first", refusals=(*_BODY, 404, 409, 503, 507),
     ),
     Operation(
         method="POST", path="/stages/{stage}/columns", name="stage_columns", sender="stage", reply=m.ColumnsReply,
@@ -82,7 +82,7 @@ OPERATIONS = (
         method="POST", path="/consumers/{consumer}/batches", name="consume", sender="consumer",
         body=m.ConsumerRequest, reply=Arrow(m.ConsumerHeader, TRAINING_SCHEMA, _BATCH_ROWS),
         about="Groups that went to training and were not read yet; waits up to wait_s for the first",
-        refusals=(*_BODY, 404),
+        refusals=(*_BODY, 404, 503),
     ),
     Operation(
         method="POST", path="/consumers/{consumer}/ack", name="consumer_ack", sender="consumer", body=m.ConsumerAck,

@@ -129,7 +129,7 @@ class RolloutCheck:
                     self._versions(node, x.rows)
 
     def _leased(self, node: _Node, x: Exchange) -> None:
-        lost = x.fault == "lost" or x.status == 507
+        lost = x.fault == "lost" or x.status in (503, 507)
         node.asked[x.body.get("request_id", "")] = "lost" if lost else "answered"
         for lease in x.reply.get("leases", ()):
             self._leases[lease["episode_id"], lease["attempt"]] = lease

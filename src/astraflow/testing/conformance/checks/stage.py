@@ -34,8 +34,7 @@ class StageCheck:
             elif x.name == "stage_columns":
                 self._columns(x)
         if self._empty:
-            span_s = max(2.0, self._empty[-1] - self._empty[0])  # a service that stops answers at once for a moment
-            rate = (len(self._empty) - 1) / span_s
+            rate = (len(self._empty) - 1) / max(0.5, self._empty[-1] - self._empty[0])
             self._hold("lease.wait", rate <= _MOST_PER_S, f"it asked {rate:.0f} times a second and got nothing")
 
     def _lease(self, worker: str, request_id: str) -> None:
@@ -69,7 +68,7 @@ class StageCheck:
         worker = x.body.get("worker_id", "")
         match x.name:
             case "stage_lease" if x.body.get("n", 0) > 0:
-                lost = x.fault == "lost" or x.status == 507
+                lost = x.fault == "lost" or x.status in (503, 507)
                 self._asked_for[worker, x.body.get("request_id", "")] = "lost" if lost else "answered"
                 for lease in x.reply.get("leases", ()):
                     key = (worker, lease["entry_id"], int(lease["attempt"]))

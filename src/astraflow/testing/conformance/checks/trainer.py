@@ -76,8 +76,7 @@ class TrainerCheck:
             else:
                 self._asked(x)
         if self._empty:
-            span_s = max(2.0, self._empty[-1] - self._empty[0])  # a service that stops answers at once for a moment
-            rate = (len(self._empty) - 1) / span_s
+            rate = (len(self._empty) - 1) / max(0.5, self._empty[-1] - self._empty[0])
             self._hold("batch.wait", rate <= _MOST_PER_S, f"it asked {rate:.0f} times a second and got nothing")
 
     def _asked(self, x: Exchange) -> None:
