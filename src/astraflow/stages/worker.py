@@ -1,11 +1,12 @@
 """The worker of a stage: lease rows, let the stage add its columns, hand them in, again.
 
 ```
- lease (long poll) ─► stage.run(rows) ─► columns ─► lease ...                          ─► leave: the run is over
-                        │ raises: entry by entry; those that fail are reported and offered again
+ lease (long poll) ─► stage.run(rows) ─► columns ─► the rows that came meanwhile ...   ─► leave: the run is over
+   └► next lease ...    │ raises: entry by entry; those that fail are reported and offered again
  signs of life go out in the background while the stage works
 ```
 
+One lease is ahead: it is asked for as soon as the one before is answered, so that the stage does not wait for rows.
 A service that restarts, or whose disk is full, is waited for: every request is idempotent. SIGTERM: rows that are held
 are given back. `kill -9`: they are offered again after `stages.*.lease_s`.
 """
@@ -19,6 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -87,16 +89,8 @@ class Worker:
         """Until the run is over or the stop signal comes. `pulse`: a client of its own for signs of life."""
         with self._signs_of_life(pulse):
             try:
-                while not self._run.stop.is_set():
-                    begin = time.monotonic()
-                    header, rows = self._lease()
-                    self._stats["wait_s"] += time.monotonic() - begin
-                    self._run.hear(header.versions)
-                    if header.leases:
-                        self._serve(header, rows)
-                    elif header.finished:
-                        log.info("the run is over")
-                        return
+                with ThreadPoolExecutor(1, f"lease-{self._name}") as ahead:  # a lease after we left would be lost
+                    self._serve_all(ahead)
             finally:
                 with contextlib.suppress(WireError):  # they are offered again after lease_s anyway
                     self._client.stage_leave(self._name, self._id)
@@ -104,6 +98,22 @@ class Worker:
     def stats(self) -> dict[str, float]:
         """What the worker and its stage counted."""
         return {**self._stats, **self._run.stats}
+
+    def _serve_all(self, ahead: ThreadPoolExecutor) -> None:
+        coming = ahead.submit(self._lease)
+        while not self._run.stop.is_set():
+            begin = time.monotonic()
+            header, rows = coming.result()
+            self._stats["wait_s"] += time.monotonic() - begin
+            self._run.hear(header.versions)
+            if header.finished and not header.leases:
+                log.info("the run is over")
+                return
+            if self._run.stop.is_set():
+                return
+            coming = ahead.submit(self._lease)
+            if header.leases:
+                self._serve(header, rows)
 
     def _lease(self) -> tuple[m.StageRows, pa.Table]:
         request_id = uuid.uuid4().hex  # a request whose answer is lost is asked again, and gets the same rows

@@ -174,23 +174,33 @@ class Silent(EchoStage):
 
     def __init__(self) -> None:
         super().__init__()
-        self.released = threading.Event()
+        self.released, self.calls = threading.Event(), 0
 
     def run(self, rows: pa.Table) -> pa.Table:
+        self.calls += 1
         self.released.wait(20)
         return super().run(rows)
 
 
-def test_a_stop_gives_the_rows_back_at_once(tmp_path: Path) -> None:
-    config = config_of({"echo": {**ECHO, "lease_s": 60.0}})
+def test_one_lease_is_ahead_while_the_stage_works_and_a_stop_gives_all_rows_back(tmp_path: Path) -> None:
+    config = config_of({"echo": {**ECHO, "lease_s": 60.0, "rows": 1}})
     with DataflowThread(config, tmp_path, sources=sources()) as service, PlayingNode(service.url):
         client = DataflowClient(service.url, give_up_s=2.0)
         client.resume("actor", Resume(trainer_id="t", version=0, urls=(), run_id=client.run().run_id))
         stop, stage = threading.Event(), Silent()
         worker = Worker(client, StageRun(config, "echo", stop=stop), stage, Reach(stop))
         state = service.shell.machine.state.stages["echo"]
+
+        def held() -> list[str]:
+            return [entry for known in state.workers.values() for entry in known.held]
+
         with in_background(lambda: worker.work(DataflowClient(service.url, give_up_s=2.0))):
-            wait_until(lambda: service.call(lambda: bool(state.workers)), "a lease", 20)
+            wait_until(lambda: service.call(lambda: len(held()) == 2 and len(state.pending) > 1), "two leases", 20)
+            before = service.call(held)
+            wait_until(lambda: stage.calls == 1, "the first rows in work", 20)
+            assert service.call(lambda: state.num_done) == 0
+            client.stage_lease("echo", "other", 0)  # a round trip: nothing more was asked for
+            assert service.call(held) == before
             stop.set()
             stage.released.set()
         assert service.call(lambda: (len(state.workers), state.num_lost, state.num_done)) == (0, 0, 0)
