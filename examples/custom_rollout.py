@@ -142,7 +142,7 @@ class Node:
     def __init__(self, url):
         self.url, self.run_id = url, ask(url, "GET", "/run")["run_id"]
         self.id = f"custom-{uuid.uuid4().hex[:12]}"
-        self.cancelled, self.lost, self.over, self.newest = set(), 0, threading.Event(), None
+        self.playing, self.cancelled, self.lost, self.over, self.newest = [], set(), 0, threading.Event(), None
         self.every_s = self.join()
         threading.Thread(target=self.beat, daemon=True).start()
 
@@ -155,7 +155,7 @@ class Node:
     def beat(self):
         while not self.over.wait(self.every_s):
             try:
-                reply = ask(self.url, "POST", f"/nodes/{self.id}/heartbeat", {})
+                reply = ask(self.url, "POST", f"/nodes/{self.id}/heartbeat", {"playing": self.playing})
             except Refused as refused:
                 self.refused(refused)
                 continue
@@ -186,6 +186,7 @@ def main(url):
             continue
         if reply["finished"]:
             break
+        node.playing = [(lease["episode_id"], lease["attempt"]) for lease in reply["leases"]]
         for lease in reply["leases"]:
             begin = time.monotonic()
             policy.follow(max(node.newest, reply["versions"]["actor"], key=lambda v: v["version"]))

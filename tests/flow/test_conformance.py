@@ -46,6 +46,7 @@ BROKEN: dict[Role, dict[str, tuple[str, str]]] = {
         "no_commit_repeat": ("lost", "commit.repeat"),
         "hates_duplicates": ("run", "commit.duplicate"),
         "ignores_cancel": ("cancel", "cancel"),
+        "names_nothing": ("cancel", "cancel"),
         "dies_on_507": ("full", "full"),
         "dies_when_away": ("restart", "restart"),
     },

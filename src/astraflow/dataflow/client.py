@@ -38,11 +38,11 @@ class DataflowClient:
         node_id: str,
         stats: Mapping[str, float],
         versions: Mapping[str, int],
-        cancelled: Sequence[tuple[str, int]] = (),
+        playing: Sequence[tuple[str, int]] = (),
     ) -> m.HeartbeatReply:
-        """The node lives. A `WireError` with status 404 means: join again, and drop what you play. `cancelled`: of the
-        last reply, else it says them again."""
-        body = m.Heartbeat(stats=dict(stats), versions=dict(versions), cancelled=list(cancelled))
+        """The node lives, and plays these attempts; the reply says which of them it need not play any more. A
+        `WireError` with status 404 means: join again, and drop what you play."""
+        body = m.Heartbeat(stats=dict(stats), versions=dict(versions), playing=list(playing))
         return self._http.json("POST", f"/nodes/{node_id}/heartbeat", body, m.HeartbeatReply)
 
     def drain(self, node_id: str) -> None:

@@ -98,13 +98,12 @@ class _Endpoints:
     async def heartbeat(self, request: Request) -> Response:
         node_id = request.path_params["node_id"]
         body = await read_json(request, m.Heartbeat)
+        leases = self._machine.leases
         with refusals():
-            self._machine.leases.node(node_id)
+            cancelled = leases.unwanted(node_id, body.playing)
         seen = self._machine.live.hear_node(node_id, self._shell.now())
         seen.stats, seen.versions = body.stats, body.versions
-        seen.forget_cancelled(body.cancelled)
-        versions, finished = self._machine.leases.versions(), self._machine.finished
-        return json_reply(m.HeartbeatReply(versions, seen.cancelled, finished))
+        return json_reply(m.HeartbeatReply(leases.versions(), cancelled, self._machine.finished))
 
     async def drain(self, request: Request) -> Response:
         await self._shell.submit(c.DrainNode(request.path_params["node_id"]))

@@ -120,9 +120,6 @@ class Machine:
             self._told = True
             names = [*map(stage_topic, self.stages.plans), *map(consumer_topic, self.state.policies)]
             context.out += map(c.Wake, names)
-        for instruction in context.out:
-            if isinstance(instruction, c.Cancel) and (seen := self.live.nodes.get(instruction.node_id)):
-                seen.cancelled.append((instruction.episode_id, instruction.attempt))
         return Applied(reply, context.out)
 
     def _dispatch(self, command: c.Command, now: float) -> Any:

@@ -245,13 +245,13 @@ class _Node:
         return reply.heartbeat_s
 
     async def _heartbeats(self, period_s: float) -> None:
-        heard: list[tuple[str, int]] = []
         while True:
             stats, versions = self._stats.read(), self._stats.versions()
+            playing = self._runner.playing() if self._runner is not None else []
             try:
                 reply = await self._reach.ask(
                     "heartbeat",
-                    lambda: self._client.heartbeat(self._id, stats, versions, heard),  # noqa: B023
+                    lambda: self._client.heartbeat(self._id, stats, versions, playing),  # noqa: B023
                 )
             except WireError as error:
                 await self._refused(error)
@@ -259,7 +259,6 @@ class _Node:
                 self._hear(reply.versions, reply.finished)
                 if self._runner is not None:
                     self._runner.cancel(reply.cancelled)
-                    heard = reply.cancelled
                 await asyncio.sleep(period_s)
 
     async def _leases(self, runner: Runner) -> None:

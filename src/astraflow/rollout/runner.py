@@ -145,6 +145,10 @@ class Runner:
         for play in list(self._plays.values()):
             self._abandon(play)
 
+    def playing(self) -> list[tuple[str, int]]:
+        """(episode id, attempt) of all that waits or plays."""
+        return [(play.lease.episode_id, play.lease.attempt) for play in self._plays.values()]
+
     @property
     def num_in_play(self) -> int:
         """Episodes waiting or playing."""

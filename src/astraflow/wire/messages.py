@@ -84,15 +84,14 @@ class Heartbeat(msgspec.Struct, kw_only=True):
 
     stats: dict[str, float] = {}  # gauges and monotonic counters for status and metrics
     versions: dict[str, int] = {}  # policy -> version in force on the node
-    cancelled: list[tuple[str, int]] = []  # those of the last reply: heard, need not be said again
+    playing: list[tuple[str, int]] = []  # (episode id, attempt) of all that the node plays or will play
 
 
 class HeartbeatReply(msgspec.Struct):
     """What changed since."""
 
     versions: dict[str, WeightVersion]
-    cancelled: list[tuple[str, int]] = []  # (episode id, attempt) no longer held: stop playing it, not a later attempt;
-    # said again until a heartbeat says that it was heard
+    cancelled: list[tuple[str, int]] = []  # of `playing`: no longer held; stop playing this attempt, not a later one
     finished: bool = False  # the run is over: leave
 
 

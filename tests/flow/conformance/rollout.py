@@ -62,7 +62,8 @@ class Node:
             return
         self.beat_at = time.monotonic()
         path = f"/nodes/{self.id}/heartbeat"
-        reply = self.patiently(lambda: self.http.json("POST", path, m.Heartbeat(), m.HeartbeatReply))
+        body = m.Heartbeat(playing=[] if self.fault == "names_nothing" else list(self.held))
+        reply = self.patiently(lambda: self.http.json("POST", path, body, m.HeartbeatReply))
         self.hear(reply)
         self.cancelled |= set(reply.cancelled)
         if self.fault != "ignores_cancel":

@@ -162,17 +162,20 @@ def test_an_episode_whose_attempts_are_all_lost_counts_as_failed_and_its_group_c
     check_law(desk.machine)
 
 
-def test_a_node_is_told_which_of_its_leases_are_no_longer_held_until_it_has_heard_it(desk: Desk) -> None:
-    first, second = desk.lease(2)
-    desk.do(c.Expire(leases=[(first.episode_id, 1), (second.episode_id, 1)]))
-    seen = desk.machine.live.nodes["n"]
-    assert seen.cancelled == [(first.episode_id, 1), (second.episode_id, 1)]
-    seen.forget_cancelled([(first.episode_id, 1), ("never/0/0/0", 1)])
-    seen.forget_cancelled([])
-    assert seen.cancelled == [(second.episode_id, 1)]
-    seen.cancelled += [("x", n) for n in range(5000)]
-    seen.forget_cancelled([])
-    assert len(seen.cancelled) <= 1024, "a node that never says so"
+def test_a_node_is_told_which_attempts_of_those_that_it_plays_it_does_not_hold(desk: Desk) -> None:
+    lost, kept, done = desk.lease(3)
+    desk.commit([done])
+    desk.do(c.Expire(leases=[(lost.episode_id, 1)]))
+    playing = [(x.episode_id, 1) for x in (lost, kept, done)] + [("never/0/0/0", 1), ("odd", 1)]
+    for _ in range(2):  # it is said as often as it is asked, also after a restart
+        told = desk.machine.leases.unwanted("n", playing)
+        assert told == [(lost.episode_id, 1), ("never/0/0/0", 1), ("odd", 1)]
+        desk.restart()
+    (again,) = desk.lease(1)
+    assert (again.episode_id, again.attempt) == (lost.episode_id, 2)
+    assert desk.machine.leases.unwanted("n", [(lost.episode_id, 1), (lost.episode_id, 2)]) == [(lost.episode_id, 1)]
+    with pytest.raises(c.Refusal, match="join again"):
+        desk.machine.leases.unwanted("stranger", playing)
 
 
 def test_an_expiry_of_an_attempt_that_is_over_changes_nothing(desk: Desk) -> None:

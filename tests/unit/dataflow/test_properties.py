@@ -179,6 +179,9 @@ class Dataflow(RuleBasedStateMachine):
         ours = {(n, lease.episode_id, lease.attempt) for n, lease in self.held}
         assert held <= ours, "the machine thinks a node plays what it does not"
         assert not any(e.startswith("eval/") for _, e, _ in ours - held), "only the end of training takes leases away"
+        for node in state.nodes:
+            told = self.desk.machine.leases.unwanted(node, [(e, a) for n, e, a in ours if n == node])
+            assert set(told) == {(e, a) for n, e, a in ours - held if n == node}, "it plays in vain and is not told"
 
 
 class TwoPolicies(Dataflow):

@@ -158,7 +158,7 @@ class DropSegment(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """The node should stop playing this attempt: its lease is no longer held."""
+    """A node no longer holds this lease; it hears so when its next heartbeat names it."""
 
     node_id: str
     episode_id: str

@@ -67,6 +67,12 @@ class Leases:
             raise Refusal(404, f"node_id={node_id} is not in the pool; join again")
         return node
 
+    def unwanted(self, node_id: str, playing: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Those attempts that the node does not hold (any more), except what it has handed in; or 404."""
+        held = self.node(node_id).held
+        gone = [(e, a) for e, a in playing if held.get(e) != a]
+        return [(e, a) for e, a in gone if self._accepted(*_split(e)) != a]
+
     def lease(self, node_id: str, request_id: str, n: int) -> list[EpisodeLease]:
         """Up to `n` episodes; a repeated request gets those of its first time that the node still holds."""
         node = self.node(node_id)
@@ -169,10 +175,8 @@ class Leases:
     def _receive(self, node_id: str, episode: EpisodeCommit) -> tuple[OpenGroup | None, str]:
         state, (group_id, k) = self._context.state, _split(episode.episode_id)
         group = state.groups.get(group_id)
-        if group is None or not 0 <= k < len(group.attempts):
+        if group is None or not 0 <= k < len(group.attempts) or group.results[k] is not None:
             return None, self._late(group_id, k, episode.attempt)
-        if group.results[k] is not None:
-            return None, self._late(group_id, k, episode.attempt, group.results[k])
         if episode.attempt != group.attempts[k] or group.holders[k] != node_id:
             state.num_refused += 1
             return None, "refused: " + _why(group, k, episode.attempt, node_id)
@@ -184,9 +188,17 @@ class Leases:
             accounts.count_error(self._context, episode.error)
         return group, "accepted"
 
-    def _late(self, group_id: str, k: int, attempt: int, done: EpisodeCommit | None = None) -> str:
-        known = self._context.state.recent.get(group_id, [])
-        accepted = done.attempt if done is not None else known[k] if 0 <= k < len(known) else -1
+    def _accepted(self, group_id: str, k: int) -> int:
+        """The attempt whose result was accepted; 0: all attempts were lost; -1: none yet, or nobody knows any more."""
+        group = self._context.state.groups.get(group_id)
+        if group is not None:
+            known = [-1 if result is None else result.attempt for result in group.results]
+        else:
+            known = self._context.state.recent.get(group_id, [])
+        return known[k] if 0 <= k < len(known) else -1
+
+    def _late(self, group_id: str, k: int, attempt: int) -> str:
+        accepted = self._accepted(group_id, k)
         if accepted == attempt:
             return "duplicate"
         self._context.state.num_refused += 1

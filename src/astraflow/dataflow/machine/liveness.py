@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from astraflow.config.stages import StagePlan
@@ -14,9 +14,6 @@ LONGEST_LEASE = 10
 """A worker that lives may keep rows this many times `lease_s`, so that one that hangs holds nobody up."""
 
 
-_CANCELS = 1024  # kept for one node
-
-
 @dataclass(slots=True)
 class Seen:
     """One node, trainer, or worker of a stage."""
@@ -24,13 +21,7 @@ class Seen:
     at: float  # run time of its last request
     stats: dict[str, float] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)  # nodes: version in force per policy
-    cancelled: list[tuple[str, int]] = field(default_factory=list)  # nodes: (episode, attempt), until it has heard them
     silent: bool = False  # trainers: already reported
-
-    def forget_cancelled(self, heard: Collection[tuple[str, int]]) -> None:
-        """The node has heard of these; one that never says so is told of the newest again and again."""
-        known = set(heard)
-        self.cancelled = [x for x in self.cancelled if x not in known][-_CANCELS:]
 
 
 class Liveness:

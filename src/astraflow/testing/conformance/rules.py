@@ -22,7 +22,8 @@ ROLLOUT = {
     "lease, not newer than what was announced; -1 where nothing was sampled.",
     "commit.repeat": "A commit whose answer was lost is sent again as it was.",
     "commit.duplicate": 'An episode that is answered "duplicate" is committed, as one that is "accepted".',
-    "cancel": "An episode that a heartbeat's reply cancels is not committed (that attempt; a later one may be).",
+    "cancel": "A heartbeat names what the node plays; an episode that its reply cancels is not committed (that "
+    "attempt; a later one may be).",
     "full": "A request that is answered 507 is sent again after a pause; the process lives on.",
     "restart": "A service that is away for a moment is waited for; the work goes on.",
 }

@@ -94,7 +94,8 @@ def a_lease_that_runs_out(stand: Stand) -> None:
     given = _leased(stand)
     stand.service.submit(c.Expire([], [given[0]], []))
     told = partial(stand.seen, lambda x: x.name == "heartbeat" and x.done and bool(x.reply.get("cancelled")))
-    stand.wait("node.heartbeat", "send a heartbeat", told)
+    stand.wait("node.heartbeat", "send a heartbeat", partial(stand.seen, named("heartbeat")))
+    stand.wait("cancel", "name an episode that it plays in a heartbeat", told)
     stand.wait("commit.all", "go on after a lease ran out", lambda: _trained(stand) >= 1)
 
 
