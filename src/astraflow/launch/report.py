@@ -25,6 +25,7 @@ from astraflow.observe.summary import (
     rewards_of,
     series,
     staleness_counts,
+    staleness_label,
     steps_of,
     summarise,
 )
@@ -94,7 +95,7 @@ def _page(
     if any(counts.values()):
         blocks.append(
             "Staleness of trained trajectories (versions between the oldest sampled token and the update):\n\n"
-            f"```\n{bars(counts)}\n```"
+            f"```\n{bars({staleness_label(versions): count for versions, count in counts.items()})}\n```"
         )
     if config:
         blocks += ["## Settings", _settings(config)]
@@ -237,7 +238,7 @@ def _draw_staleness(rows: Sequence[Row], path: Path) -> list[str]:
     figure = Figure(figsize=(5, 3.2), layout="constrained")
     axes = figure.subplots()
     total = sum(counts.values())
-    axes.bar([str(versions) for versions in counts], [count / total for count in counts.values()])
+    axes.bar([staleness_label(versions) for versions in counts], [count / total for count in counts.values()])
     axes.set_xlabel("staleness (versions)")
     axes.set_ylabel("share of trained trajectories")
     figure.savefig(path, dpi=120)

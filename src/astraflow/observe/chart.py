@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,13 +18,13 @@ def terminal_curve(rows: Sequence[Row], *, width: int = 60, height: int = 4) -> 
     return "\n".join(_chart(title, points, width, height) for title, points in charts if points)
 
 
-def bars(counts: dict[int, int], *, width: int = 40) -> str:
+def bars(counts: Mapping[str, int], *, width: int = 40) -> str:
     """A histogram, one line per value."""
-    total = sum(counts.values())
+    total, widest = sum(counts.values()), max(map(len, counts), default=0)
     lines = []
     for value, count in counts.items():
         share = count / total if total else 0.0
-        lines.append(f"{value:>4}  {'█' * round(share * width):<{width}}  {count:>8}  {share:6.1%}")
+        lines.append(f"{value:>{max(4, widest)}}  {'█' * round(share * width):<{width}}  {count:>8}  {share:6.1%}")
     return "\n".join(lines)
 
 

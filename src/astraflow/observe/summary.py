@@ -13,6 +13,7 @@ import numpy as np
 Row = Mapping[str, Any]
 
 _STALENESS = "staleness/count/"
+_EXACT = 16  # staleness below is counted by itself, from here on in classes of doubling width
 
 
 def metric(row: Row, *names: str) -> float | None:
@@ -58,8 +59,20 @@ def successes_of(rows: Sequence[Row]) -> tuple[str, list[tuple[int, float, float
     return ("held-out", held_out) if held_out else ("training", series(steps_of(rows), "success/mean"))
 
 
+def staleness_metrics(staleness: np.ndarray, most: int) -> dict[str, float]:
+    """Metrics of a batch: its trajectories by staleness, which is at most `most`. Few whatever `most` is: from 16 on
+    they count classes (16 to 31, 32 to 63, ...), named by their least."""
+    counts = np.bincount(np.minimum(np.maximum(staleness, 0), most)).tolist()
+    metrics = {f"{_STALENESS}{i}": float(sum(counts[i : i + 1])) for i in range(min(most + 1, _EXACT))}
+    edge = _EXACT
+    while edge <= most:
+        metrics[f"{_STALENESS}{edge}"] = float(sum(counts[edge : 2 * edge]))
+        edge *= 2
+    return metrics
+
+
 def staleness_counts(rows: Iterable[Row]) -> dict[int, int]:
-    """Trained trajectories by staleness."""
+    """Trained trajectories by staleness; from 16 on by the least of its class, see `staleness_metrics`."""
     counts: dict[int, int] = {}
     for row in rows:
         for name, value in row.items():
@@ -67,6 +80,11 @@ def staleness_counts(rows: Iterable[Row]) -> dict[int, int]:
                 versions = int(name.removeprefix(_STALENESS))
                 counts[versions] = counts.get(versions, 0) + int(value)
     return dict(sorted(counts.items()))
+
+
+def staleness_label(least: int) -> str:
+    """Of a class: "3", "16-31"."""
+    return str(least) if least < _EXACT else f"{least}-{_most(least)}"
 
 
 def summarise(rows: Sequence[Row], status: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -158,13 +176,29 @@ def _staleness(steps: Sequence[Row]) -> dict[str, float | None]:
     if not total:
         worst = _over(steps, "staleness/max", np.max)
         return {"mean": _over(steps, "staleness/mean", np.mean), "p99": worst, "max": worst}
-    seen = [versions for versions, count in counts.items() if count]
+    known = _over(steps, "staleness/max", np.max)
+    most = float(max(_most(versions) for versions, count in counts.items() if count))
+    most = most if known is None else min(most, known)
     reached = np.cumsum(list(counts.values())) >= 0.99 * total
-    return {
-        "mean": sum(versions * count for versions, count in counts.items()) / total,
-        "p99": float(list(counts)[int(np.argmax(reached))]),
-        "max": float(max(seen)),
-    }
+    p99 = list(counts)[int(np.argmax(reached))]
+    return {"mean": _mean_staleness(steps, total), "p99": min(float(_most(p99)), most), "max": most}
+
+
+def _most(least: int) -> int:
+    """The highest staleness of a class."""
+    return least if least < _EXACT else 2 * least - 1
+
+
+def _mean_staleness(steps: Sequence[Row], total: int) -> float:
+    """Over all trajectories: the means of the batches are exact, classes are not."""
+    weighted = 0.0
+    for row in steps:
+        counts, mean = staleness_counts([row]), metric(row, "staleness/mean")
+        if mean is None:
+            weighted += sum(versions * count for versions, count in counts.items())
+        else:
+            weighted += mean * sum(counts.values())
+    return weighted / total
 
 
 def _trainer_idle(steps: Sequence[Row]) -> float | None:

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from astraflow.observe.chart import bars, terminal_curve
-from astraflow.observe.summary import accounting, law_holds, summarise
+from astraflow.observe.summary import accounting, law_holds, staleness_label, staleness_metrics, summarise
 
 
 def step(number: int, policy: str = "actor", **metrics: float) -> dict[str, Any]:
@@ -56,6 +57,21 @@ def test_staleness_is_counted_over_the_whole_run() -> None:
     assert summarise([first, second])["staleness"] == pytest.approx({"mean": 0.03, "p99": 1.0, "max": 2.0})
     third = step(1, **{"staleness/count/0": 5.0, "staleness/count/1": 0.0})
     assert summarise([third])["staleness"] == {"mean": 0.0, "p99": 0.0, "max": 0.0}
+
+
+@pytest.mark.parametrize(("most", "classes"), [(0, 1), (2, 3), (15, 16), (16, 17), (31, 17), (32, 18), (1000, 22)])
+def test_staleness_metrics_are_few_whatever_the_bound_is(most: int, classes: int) -> None:
+    values = np.arange(most + 1)
+    metrics = staleness_metrics(values, most)
+    assert len(metrics) == classes and sum(metrics.values()) == most + 1
+    assert metrics["staleness/count/0"] == 1.0
+    for least in (16, 32, 512):
+        if least <= most:
+            assert metrics[f"staleness/count/{least}"] == min(2 * least, most + 1) - least
+    named = {"staleness/mean": float(values.mean()), "staleness/max": float(most)}
+    summary = summarise([step(1, **metrics, **named)])["staleness"]
+    assert summary["mean"] == pytest.approx(most / 2) and summary["max"] == summary["p99"] == most
+    assert [staleness_label(x) for x in (3, 15, 16, 512)] == ["3", "15", "16-31", "512-1023"]
 
 
 def test_idle_fractions_are_weighted_by_time() -> None:
@@ -127,6 +143,6 @@ def test_odd_curves_are_drawn_too(values: list[float]) -> None:
 
 
 def test_bars_say_shares() -> None:
-    lines = bars({0: 3, 2: 1}, width=8).splitlines()
+    lines = bars({"0": 3, "2": 1}, width=8).splitlines()
     assert lines[0].split() == ["0", "██████", "3", "75.0%"]
     assert lines[1].split() == ["2", "██", "1", "25.0%"]

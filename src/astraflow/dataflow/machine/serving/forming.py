@@ -12,6 +12,7 @@ from astraflow.dataflow.machine.records import Entry, QueuedGroup, Rest
 from astraflow.dataflow.machine.serving.pacing import full, trained_again
 from astraflow.dataflow.machine.serving.waiting import NOTHING, size_of
 from astraflow.dataflow.operators.chain import Chain
+from astraflow.observe.summary import staleness_metrics
 from astraflow.types import Group, Task
 
 
@@ -146,6 +147,4 @@ def batch_metrics(groups: list[QueuedGroup], version: int, max_staleness: int) -
         "batch/episodes": float(len(entries)),
         "batch/trajectories": float(num_rows),
     }
-    counts = np.bincount(np.clip(staleness, 0, max_staleness), minlength=max_staleness + 1)
-    metrics |= {f"staleness/count/{i}": float(n) for i, n in enumerate(counts)}
-    return metrics
+    return metrics | staleness_metrics(staleness, max_staleness)
