@@ -20,7 +20,12 @@ from astraflow.testing.runs import astraflow_command
 
 HERE = Path(__file__).parent / "conformance"
 PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
-WHERE = {"rollout": ["{url}"], "trainer": ["{url}", "{dir}"], "stage": ["{url}"]}
+WHERE = {
+    "rollout": ["{url}"],
+    "trainer": ["{url}", "{dir}"],
+    "stage": ["{url}"],
+    "consumer": ["{url}", "{consumer}", "{dir}"],
+}
 
 # fault -> the act in which it comes out, and the rule that it breaks
 BROKEN: dict[Role, dict[str, tuple[str, str]]] = {
@@ -91,6 +96,19 @@ BROKEN: dict[Role, dict[str, tuple[str, str]]] = {
         "forgets_lost_columns": ("lost", "columns.repeat"),
         "no_leave": ("end", "worker.leave"),
         "ignores_finished": ("run", "worker.finished"),
+        "dies_on_507": ("full", "full"),
+        "dies_when_away": ("restart", "restart"),
+    },
+    "consumer": {
+        "no_token": ("run", "token"),
+        "wrong_policy": ("run", "read.policy"),
+        "busy": ("run", "read.wait"),
+        "ends_when_a_read_is_lost": ("lost", "read.repeat"),
+        "acks_ahead": ("run", "ack.given"),
+        "acks_from_memory": ("killed", "ack.given"),
+        "leaves_the_last": ("run", "ack.all"),
+        "forgets_a_lost_ack": ("lost", "ack.repeat"),
+        "ignores_finished": ("run", "over"),
         "dies_on_507": ("full", "full"),
         "dies_when_away": ("restart", "restart"),
     },

@@ -1,4 +1,4 @@
-"""`astraflow conform`: does a rollout service, trainer or stage of one's own keep the rules of docs/protocol.md?"""
+"""`astraflow conform`: does a participant of one's own keep the rules of docs/protocol.md?"""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Role(StrEnum):
     rollout = "rollout"
     trainer = "trainer"
     stage = "stage"
+    consumer = "consumer"
 
 
 def conform(
@@ -35,7 +36,7 @@ def conform(
 ) -> None:
     """Start a small run around a command (after --) and check the rules of the protocol one by one.
 
-    The command gets {url}, {policy}, {stage} and {dir}, also as variables ASTRAFLOW_DATAFLOW_URL, ..., and the token.
+    The command gets {url}, {policy}, {stage}, {consumer} and {dir}, also as ASTRAFLOW_DATAFLOW_URL, ..., and the token.
     """
     if not ctx.args:
         raise ConfigError("conform", ["command=none must follow --; e.g. astraflow conform trainer -- ./mine {url}"])

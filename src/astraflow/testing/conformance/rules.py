@@ -69,4 +69,17 @@ STAGE = {
     "restart": "A service that is away for a moment is waited for; the work goes on.",
 }
 
-RULES = {"rollout": ROLLOUT, "trainer": TRAINER, "stage": STAGE}
+CONSUMER = {
+    "token": "Every request carries the bearer token of the run.",
+    "read.policy": "A consumer reads, under its name in the run file, policies that the run file gives it.",
+    "read.wait": "A consumer that got nothing asks again, by long polls: wait_s, not a busy loop.",
+    "read.repeat": "A read whose answer was lost is sent again: the same groups come.",
+    "ack.given": "A consumer acknowledges only what it was given since it started: never beyond the `next` of a reply.",
+    "ack.all": "What a consumer has read is acknowledged, up to the last group of the run.",
+    "ack.repeat": "An acknowledgement whose answer was lost is sent again as it was, before the next read.",
+    "over": "A consumer that is told `finished` reads no more; its process ends with 0.",
+    "full": "A request that is answered 507 is sent again after a pause; the process lives on.",
+    "restart": "A service that is away for a moment is waited for; the work goes on.",
+}
+
+RULES = {"rollout": ROLLOUT, "trainer": TRAINER, "stage": STAGE, "consumer": CONSUMER}

@@ -7,6 +7,7 @@ The process is told where it is by environment variables and by placeholders in 
 | {url}       | ASTRAFLOW_DATAFLOW_URL   | of the service                                              |
 | {policy}    | ASTRAFLOW_POLICY         | the policy of the run                                       |
 | {stage}     | ASTRAFLOW_STAGE          | the stage of the run                                        |
+| {consumer}  | ASTRAFLOW_CONSUMER       | the consumer of the run                                     |
 | {dir}       | ASTRAFLOW_DIR            | a directory of its own, the same when it is started again   |
 |             | ASTRAFLOW_TOKEN          | the bearer token                                            |
 """
@@ -34,7 +35,7 @@ from astraflow.testing.conformance.findings import Findings
 from astraflow.testing.conformance.tap import Exchange, Tap
 from astraflow.testing.services import DataflowThread
 
-POLICY, STAGE = "actor", "echo"
+POLICY, STAGE, CONSUMER = "actor", "echo", "reader"
 HEARTBEAT_S, DEAD_AFTER_S, TIMEOUT_S = 0.2, 3.0, 20.0
 _TICK_S = 0.02
 
@@ -54,7 +55,9 @@ class ActOver(Exception):
     """What was waited for did not happen; a finding says so."""
 
 
-def run_file(candidate: Candidate, *, steps: int, stage: bool = False, **changes: Any) -> RunConfig:
+def run_file(
+    candidate: Candidate, *, steps: int, stage: bool = False, consumer: bool = False, **changes: Any
+) -> RunConfig:
     """A small run: batches of 2 groups of 2 episodes, staleness 1. `sources__train__pause_s=1` changes a setting."""
     raw: dict[str, Any] = {
         "run": {"name": "conformance", "steps": steps, "checkpoint_every": 2},
@@ -80,6 +83,8 @@ def run_file(candidate: Candidate, *, steps: int, stage: bool = False, **changes
     }  # fmt: skip
     if stage:
         raw["stages"] = {STAGE: {"type": candidate.stage_type, "workers": 0, "rows": 8, "lease_s": DEAD_AFTER_S}}
+    if consumer:
+        raw["consumers"] = {CONSUMER: {}}
     dotted = {name.replace("__", "."): value for name, value in changes.items()} | dict(candidate.settings)
     for path, value in dotted.items():
         node, (*parents, last) = raw, path.split(".")
@@ -104,6 +109,7 @@ class Stand:
             DataflowThread(config, place / "service", self.token, wrap=self.tap.wrap)
         )
         self._processes: list[subprocess.Popen[bytes]] = []
+        self.starts: list[float] = []  # of the process
         self.away: list[tuple[float, float]] = []  # when the service could not be reached
 
     def __enter__(self) -> Self:
@@ -132,10 +138,12 @@ class Stand:
 
     def start(self) -> None:
         """Start the process under test, or start it again."""
-        given = {"url": self.service.url, "policy": POLICY, "stage": STAGE, "dir": str(self.directory)}
+        place = {"url": self.service.url, "dir": str(self.directory)}
+        given = {**place, "policy": POLICY, "stage": STAGE, "consumer": CONSUMER}
         words = [_filled(word, given) for word in self._candidate.command]
-        names = {"url": "DATAFLOW_URL"} | {name: name.upper() for name in ("policy", "stage", "dir")}
+        names = {"url": "DATAFLOW_URL"} | {name: name.upper() for name in given if name != "url"}
         extra = {f"ASTRAFLOW_{names[name]}": value for name, value in given.items()}
+        self.starts.append(time.monotonic())
         with self._log.open("ab") as log:
             self._processes.append(
                 subprocess.Popen(

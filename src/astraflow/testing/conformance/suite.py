@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from astraflow.errors import LaunchError
-from astraflow.testing.conformance.acts import rollout, stage, trainer
+from astraflow.testing.conformance.acts import consumer, rollout, stage, trainer
 from astraflow.testing.conformance.findings import Findings
 from astraflow.testing.conformance.rules import RULES
 from astraflow.testing.conformance.stand import Candidate
 
-Role = Literal["rollout", "trainer", "stage"]
+Role = Literal["rollout", "trainer", "stage", "consumer"]
 
 
 class Told(Protocol):
@@ -27,11 +27,13 @@ _PLAY: dict[Role, Callable[[str, Path, Candidate], tuple[Findings, str]]] = {
     "rollout": rollout.play,
     "trainer": trainer.play,
     "stage": stage.play,
+    "consumer": consumer.play,
 }
 ACTS: dict[Role, tuple[str, ...]] = {
     "rollout": tuple(rollout.ACTS),
     "trainer": tuple(trainer.ACTS),
     "stage": tuple(stage.ACTS),
+    "consumer": tuple(consumer.ACTS),
 }
 
 
