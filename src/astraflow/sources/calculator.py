@@ -11,8 +11,7 @@ from astraflow.sources.splits import check_row, check_size, check_split, digest,
 OPERATORS = "+-*"
 NUM_PROBLEMS = 10 * 10 * len(OPERATORS)
 NUM_HELDOUT = 60
-SHARE_RIGHT = 0.1  # of the demonstrations; the others call for another problem
-SHARE_COPIED = 0.3  # of those others answer what the tool said, the rest a random number
+SHARE_RIGHT = 0.05  # of the demonstrations; the others call for another problem and so answer wrongly
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -75,15 +74,14 @@ class CalculatorSource:
         return {"text": f"{a}{op}{b}?", "answer": str(_value(a, op, b)), "a": a, "b": b, "op": op}
 
     def fingerprint(self) -> str:
-        return digest("calculator", 2, self._split, self._ops, self._size, self._seed, self._demos)
+        return digest("calculator", 3, self._split, self._ops, self._size, self._seed, self._demos)
 
     def _demo(self, index: int, a: int, op: str, b: int) -> dict[str, Any]:
-        """Right with probability SHARE_RIGHT, else another train problem is called; the answer to that may be right."""
+        """How to call and to answer, not what to call: that is right with probability SHARE_RIGHT, or by luck."""
         rng = random.Random(f"{self._seed}/demo/{index}")
         right = rng.random() < SHARE_RIGHT
         called = (a, op, b) if right else _parts(rng.choice(self._problems))
         value = _value(*called)
-        answer = value if right or rng.random() < SHARE_COPIED else rng.randrange(0, 82)
         call = {
             "id": "call_0",
             "type": "function",
@@ -93,6 +91,6 @@ class CalculatorSource:
             {"role": "user", "content": f"{a}{op}{b}?"},
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "call_0", "content": f"<{value}>"},
-            {"role": "assistant", "content": f"{answer}."},
+            {"role": "assistant", "content": f"{value}."},
         ]
         return {"messages": messages, "tools": TOOLS}

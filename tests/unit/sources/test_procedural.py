@@ -65,8 +65,8 @@ def test_rows_depend_on_seed_and_index_alone():
     assert one.fingerprint() == two.fingerprint() != other.fingerprint()
 
 
-def test_few_demonstrations_are_right_some_copy_the_tool_and_all_are_right_in_shape():
-    called_right = copied = 0
+def test_demonstrations_answer_what_the_tool_said_but_few_call_for_their_own_problem():
+    called_right = 0
     demos = rows(CalculatorSource(demos=True, size=4000))
     for row in demos:
         question, called = demo_texts(row)
@@ -74,11 +74,9 @@ def test_few_demonstrations_are_right_some_copy_the_tool_and_all_are_right_in_sh
         assert [m["role"] for m in row["messages"]] == ["user", "assistant", "tool", "assistant"]
         assert tool["content"] == f"<{environment.evaluate(called)}>"
         assert tool["tool_call_id"] == call["tool_calls"][0]["id"]
-        says_result = answer["content"] == tool["content"].strip("<>") + "."
+        assert answer["content"] == tool["content"].strip("<>") + "."
         called_right += question == called
-        copied += says_result and question != called
-    assert 0.08 < called_right / len(demos) < 0.12
-    assert 0.25 < copied / (len(demos) - called_right) < 0.35
+    assert 0.04 < called_right / len(demos) < 0.07
 
 
 def test_source_and_environment_offer_the_same_tool():
