@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from astraflow.testing.conformance.findings import Findings
 from astraflow.testing.conformance.rules import RULES
 from astraflow.testing.conformance.stand import Candidate
 from astraflow.testing.conformance.suite import ACTS, Role, conform
+from astraflow.testing.forked import popen
 from astraflow.testing.runs import astraflow_command
 
 HERE = Path(__file__).parent / "conformance"
@@ -115,30 +116,48 @@ BROKEN: dict[Role, dict[str, tuple[str, str]]] = {
 }
 
 
+def candidate(*command: str, **rest: Any) -> Candidate:
+    """Started in a moment: one act after the other would load torch for seconds."""
+    return Candidate(command=command, popen=popen, **rest)
+
+
 def participant(role: Role, fault: str = "", patience_s: float = 30.0) -> Candidate:
-    return Candidate(command=[sys.executable, str(HERE / f"{role}.py"), *WHERE[role], fault], patience_s=patience_s)
+    return candidate(sys.executable, str(HERE / f"{role}.py"), *WHERE[role], fault, patience_s=patience_s)
+
+
+Found = Callable[[Role, Candidate], Findings]
 
 
 def told(findings: Findings) -> str:
     return "\n" + findings.table()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(3) as pool:
+    """Acts wait more than they work."""
+    with ThreadPoolExecutor(5) as pool:
         yield pool
+
+
+@pytest.fixture
+def found(pool: ThreadPoolExecutor) -> Found:
+    """What all acts of a role show, played side by side; no rule is broken."""
+
+    def play(role: Role, candidate: Candidate) -> Findings:
+        findings = Findings(RULES[role])
+        for shown in pool.map(lambda act: conform(role, candidate, [act]), ACTS[role]):
+            findings.add(shown)
+        assert findings.ok, told(findings)
+        return findings
+
+    return play
 
 
 @pytest.mark.flow
 @pytest.mark.slow
 @pytest.mark.parametrize("role", list(BROKEN))
-def test_a_participant_that_keeps_every_rule_passes_and_every_rule_was_seen(
-    role: Role, pool: ThreadPoolExecutor
-) -> None:
-    findings = Findings(RULES[role])
-    for found in pool.map(lambda act: conform(role, participant(role), [act]), ACTS[role]):
-        findings.add(found)
-    assert findings.ok, told(findings)
+def test_a_participant_that_keeps_every_rule_passes_and_every_rule_was_seen(role: Role, found: Found) -> None:
+    findings = found(role, participant(role))
     assert {rule for rule in RULES[role] if findings.result(rule) != "kept"} == set(), told(findings)
 
 
@@ -169,16 +188,13 @@ OURS: dict[Role, list[str]] = {
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("role", list(OURS))
-def test_our_own_processes_keep_every_rule(role: Role, pool: ThreadPoolExecutor) -> None:
-    findings, candidate = Findings(RULES[role]), Candidate(command=astraflow_command(*OURS[role]))
-    for found in pool.map(lambda act: conform(role, candidate, [act]), ACTS[role]):
-        findings.add(found)
-    assert findings.ok, told(findings)
+def test_our_own_processes_keep_every_rule(role: Role, found: Found) -> None:
+    found(role, candidate(*astraflow_command(*OURS[role])))
 
 
-EXAMPLES: dict[Role, dict[str, Any]] = {
-    "rollout": {"command": [sys.executable, "custom_rollout.py", "{url}"], "model": "tiny-char"},
-    "stage": {"command": [sys.executable, "custom_stage.py", "{url}", "{stage}"], "stage_type": "custom_stage:Digits"},
+EXAMPLES: dict[Role, Candidate] = {
+    "rollout": candidate(sys.executable, "custom_rollout.py", "{url}", model="tiny-char"),
+    "stage": candidate(sys.executable, "custom_stage.py", "{url}", "{stage}", stage_type="custom_stage:Digits"),
 }
 
 
@@ -186,13 +202,10 @@ EXAMPLES: dict[Role, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("role", list(EXAMPLES))
-def test_the_examples_keep_every_rule(role: Role, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_keep_every_rule(role: Role, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PROTOCOL.parents[1] / "examples")
     monkeypatch.syspath_prepend(str(PROTOCOL.parents[1] / "examples"))
-    findings, candidate = Findings(RULES[role]), Candidate(**EXAMPLES[role])
-    for found in pool.map(lambda act: conform(role, candidate, [act]), ACTS[role]):
-        findings.add(found)
-    assert findings.ok, told(findings)
+    found(role, EXAMPLES[role])
 
 
 @pytest.mark.flow

@@ -78,3 +78,9 @@ def child_environment(token: str | None, extra: Mapping[str, str] | None = None)
         env[TOKEN_VARIABLE] = token
     env.update(extra or {})
     return env
+
+
+def become(env: Mapping[str, str]) -> None:
+    """A forked process takes this environment instead of the one of whoever forked it."""
+    os.environ.clear()
+    os.environ.update(env)

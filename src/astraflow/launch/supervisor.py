@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -75,6 +75,7 @@ class Supervisor:
     limits: Limits = field(default_factory=Limits)
     accept_damage: bool = False  # of the journal, at the first start of the dataflow service
     url: str | None = None  # of the dataflow service, once it answered; kept over its restarts
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # how processes are started
 
     def __post_init__(self) -> None:
         self._specs = {spec.name: spec for spec in plan_processes(self.config, self.cores)}
@@ -174,7 +175,7 @@ class Supervisor:
             self.progress.note(f"{spec.name} starts again (start {start.attempt})")
         log = self.directory.log(spec.name).open("ab")
         log_start = log.tell()
-        popen = subprocess.Popen(
+        popen = self.popen(
             [sys.executable, "-m", "astraflow", *self._arguments(spec)],
             stdin=subprocess.DEVNULL,
             stdout=log,

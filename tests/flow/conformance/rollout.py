@@ -66,7 +66,7 @@ class Node:
         reply = self.patiently(lambda: self.http.json("POST", path, body, m.HeartbeatReply))
         self.hear(reply)
         self.cancelled |= set(reply.cancelled)
-        if self.fault != "ignores_cancel":
+        if self.fault not in ("ignores_cancel", "keeps_lost_leases"):
             self.held = {key: value for key, value in self.held.items() if key not in self.cancelled}
         self.over |= reply.finished and self.fault != "ignores_finished"
 

@@ -49,6 +49,7 @@ class Candidate:
     model: str = ""  # rollouts: a model whose weights are published; "": bytes without a meaning
     stage_type: str = "astraflow.testing.stages:EchoStage"  # stages: what the run file names
     settings: dict[str, Any] = field(default_factory=dict)  # changes of the run file: "workflow.type" -> value
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # how it is started
 
 
 class ActOver(Exception):
@@ -146,7 +147,7 @@ class Stand:
         self.starts.append(time.monotonic())
         with self._log.open("ab") as log:
             self._processes.append(
-                subprocess.Popen(
+                self._candidate.popen(
                     words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                     env=child_environment(self.token, extra),
                 )
