@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from astraflow.config.env import child_environment
+from astraflow.testing.forked import popen
 from astraflow.testing.runs import astraflow_command, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -46,9 +47,10 @@ class HandMadeRun:
         self._start("trainer", "trainer", "--dataflow", self.url, "--policy", "actor", f"--run-dir={self.directory}")
 
     def run(self, name: str, *command: str) -> None:
+        start = popen if command[0] == sys.executable else subprocess.Popen
         with (self._place / f"{name}.log").open("ab") as log:
             environment = child_environment(None, {"PYTHONPATH": str(ROOT / "src")})
-            self._processes[name] = subprocess.Popen(
+            self._processes[name] = start(
                 command, cwd=EXAMPLES, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
             )
 
