@@ -51,7 +51,7 @@ def write_part(
         hasher.update(piece)
         nbytes += len(piece)
     write_file(directory / name, _pieces(header, group, raw), sync=sync)
-    return Part(name, "full", nbytes, hasher.hexdigest(), tuple(placements))
+    return Part(name, nbytes, hasher.hexdigest(), tuple(placements))
 
 
 def _pieces(header: bytes, group: list[TensorEntry], raw: Mapping[str, memoryview]) -> Iterator[memoryview]:

@@ -1,14 +1,14 @@
 """What one weight version is made of: the record in `<policy>/<version>/manifest.json`.
 
-A version's directory is also an ordinary Hugging Face directory: parts are safetensors files beside the config and
-tokenizer files. Checksums are xxh3-128 in hex. `tensors` says what the content is, `parts` say how it travels.
+`tensors` says what the content is; `parts` and `delta` say how it travels: whole, as changes of an earlier version, or
+both. A version with parts is also an ordinary Hugging Face directory: they are safetensors files beside the config and
+tokenizer files. Checksums are xxh3-128 in hex.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Literal
 
 import msgspec
 
@@ -53,21 +53,33 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One file to fetch. encoding "full": a safetensors file that holds whole tensors."""
+    """One file to fetch: a safetensors file that holds whole tensors."""
 
     name: str
-    encoding: Literal["full"]
     nbytes: int
     xxh3: str  # of the whole file
     tensors: tuple[Placement, ...]
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """A small file that a node without the model directory needs: config, tokenizer, chat template."""
+    """A file that is read as it is: a part of a delta, or what a node without the model directory needs (config,
+    tokenizer, chat template)."""
 
     name: str
     nbytes: int
     xxh3: str
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """The changes from version `base`; the format of its parts is that of `weights.delta`."""
+
+    base: int  # 0 <= base < the version
+    parts: tuple[FileEntry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its parts."""
+        return sum(part.nbytes for part in self.parts)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,12 +89,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version: int  # >= 0
     parent: int  # the version published before it; -1: none
     tensors: tuple[TensorEntry, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # empty: the version travels as a delta only
+    delta: Delta | None = None
     files: tuple[FileEntry, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Bytes of all full parts."""
         return sum(part.nbytes for part in self.parts)
 
     def same_content(self, other: Manifest) -> bool:
@@ -119,7 +132,9 @@ def read_manifest(payload: bytes | memoryview, policy: str, version: int, where:
 
 
 def _check(manifest: Manifest, where: str) -> None:
-    names = [*(p.name for p in manifest.parts), *(f.name for f in manifest.files)]
+    delta = manifest.delta
+    changes = () if delta is None else delta.parts
+    names = [*(part.name for part in manifest.parts), *(file.name for file in (*changes, *manifest.files))]
     for name in names:
         if not is_file_name(name):
             raise _torn(where, f"names a file {name!r} that is not a plain name")
@@ -130,7 +145,11 @@ def _check(manifest: Manifest, where: str) -> None:
             raise _torn(where, f"describes {entry.name} as {entry.dtype} {entry.shape}")
     entries = manifest.entries()
     placed = [place.name for part in manifest.parts for place in part.tensors]
-    if len(entries) != len(manifest.tensors) or sorted(placed) != sorted(entries):
+    if len(entries) != len(manifest.tensors):
+        raise _torn(where, "describes a tensor twice")
+    if delta is not None and not 0 <= delta.base < manifest.version:
+        raise _torn(where, f"has a delta from version {delta.base}")
+    if sorted(placed) != sorted(entries) and (manifest.parts or delta is None):
         raise _torn(where, "does not place each tensor exactly once")
     for part in manifest.parts:
         for place in part.tensors:

@@ -7,6 +7,7 @@ import pytest
 
 from astraflow.errors import WeightError
 from astraflow.weights.manifest import (
+    Delta,
     FileEntry,
     Manifest,
     Part,
@@ -21,7 +22,7 @@ from astraflow.weights.manifest import (
 
 def example(**changes: Any) -> Manifest:
     entries = (TensorEntry("a", "BF16", (2, 3), "00"), TensorEntry("b", "F32", (), "01"))
-    part = Part("model.safetensors", "full", 100, "02", (Placement("a", 64, 12), Placement("b", 76, 4)))
+    part = Part("model.safetensors", 100, "02", (Placement("a", 64, 12), Placement("b", 76, 4)))
     manifest = Manifest(
         policy="actor", version=3, parent=2, tensors=entries, parts=(part,), files=(FileEntry("config.json", 5, "03"),)
     )
@@ -55,11 +56,14 @@ def test_a_half_written_manifest_is_torn(length: int) -> None:
         {"files": (FileEntry("/etc/passwd", 5, "03"),)},
         {"files": (FileEntry(".lock", 5, "03"),)},
         {"files": (FileEntry("model.safetensors", 5, "03"),)},
+        {"delta": Delta(2, (FileEntry("model.safetensors", 5, "03"),))},
+        {"delta": Delta(2, (FileEntry("../delta.bin", 5, "03"),))},
+        {"tensors": example().tensors * 2},
         {"parts": ()},
-        {"parts": (Part("m.safetensors", "full", 70, "02", (Placement("a", 64, 12), Placement("b", 76, 4))),)},
-        {"parts": (Part("m.safetensors", "full", 100, "02", (Placement("a", -4, 12), Placement("b", 76, 4))),)},
-        {"parts": (Part("m.safetensors", "full", 100, "02", (Placement("a", 64, 10), Placement("b", 76, 4))),)},
-        {"parts": (Part("m.safetensors", "full", 100, "02", (Placement("a", 64, 12), Placement("a", 64, 12))),)},
+        {"parts": (Part("m.safetensors", 70, "02", (Placement("a", 64, 12), Placement("b", 76, 4))),)},
+        {"parts": (Part("m.safetensors", 100, "02", (Placement("a", -4, 12), Placement("b", 76, 4))),)},
+        {"parts": (Part("m.safetensors", 100, "02", (Placement("a", 64, 10), Placement("b", 76, 4))),)},
+        {"parts": (Part("m.safetensors", 100, "02", (Placement("a", 64, 12), Placement("a", 64, 12))),)},
         {"tensors": (TensorEntry("a", "BF17", (2, 3), "00"), TensorEntry("b", "F32", (), "01"))},
         {"tensors": (TensorEntry("a", "BF16", (-2, -3), "00"), TensorEntry("b", "F32", (), "01"))},
     ],
@@ -69,10 +73,16 @@ def test_a_manifest_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
         read(example(**changes))
 
 
-def test_an_unknown_encoding_is_refused() -> None:
-    payload = msgspec.json.encode(example()).replace(b'"full"', b'"pickle"')
-    with pytest.raises(TornPart):
-        read_manifest(payload, "actor", 3, "there")
+def test_a_version_may_travel_as_a_delta_only() -> None:
+    delta = Delta(2, (FileEntry("delta-00001-of-00001.bin", 9, "09"),))
+    assert read(example(parts=(), delta=delta)).delta == delta
+    assert read(example(delta=delta)).nbytes == 100
+
+
+@pytest.mark.parametrize("base", [-1, 3, 4])
+def test_a_delta_from_a_later_version_is_refused(base: int) -> None:
+    with pytest.raises(TornPart, match=f"has a delta from version {base}"):
+        read(example(delta=Delta(base, ())))
 
 
 def test_content_is_the_same_whatever_the_packing() -> None:
