@@ -7,12 +7,15 @@ import re
 from collections.abc import Sequence, Sized
 from typing import Any
 
+import numpy as np
+
 from astraflow.contracts import Operator
 from astraflow.errors import DataflowError
 from astraflow.types import Group
 
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _MEND = "mend the operator"
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def check_result(
@@ -108,13 +111,13 @@ def _check_calls(where: str, group: Group, size: int) -> None:
 
 
 def _number(where: str, field: str, value: Any) -> float:
-    """A plain float: a numpy scalar would not be JSON."""
-    if type(value) is float and math.isfinite(value):
+    """A plain float: a numpy scalar would not be JSON. It fits into float32, as which it is served."""
+    if type(value) is float and -_LARGEST <= value <= _LARGEST:
         return value
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise DataflowError(where, value, f"{field} must be finite numbers", _MEND)
+    if not -_LARGEST <= number <= _LARGEST:
+        raise DataflowError(where, value, f"{field} must be finite numbers (float32)", _MEND)
     return number

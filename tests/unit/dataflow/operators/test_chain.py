@@ -82,6 +82,8 @@ BREACHES: dict[str, tuple[Callable[[Group], Any], str]] = {
     "nan reward": (changed(rewards=[1.0, math.nan]), "rewards must be finite"),
     "text reward": (changed(rewards=[1.0, "high"]), "rewards must be finite"),
     "negative weight": (changed(weight=-0.5), "weight must be >= 0"),
+    "large reward": (changed(rewards=[1.0, 10**400]), "rewards must be finite"),
+    "large weight": (changed(weight=1e39), "weight must be finite"),
     "nan weight": (changed(weight=math.nan), "weight must be finite"),
     "early advantages": (changed(advantages=[1.0, 0.0]), "must not be set in phase filter"),
 }
@@ -101,6 +103,7 @@ CREDIT_BREACHES: dict[str, tuple[Callable[[Group], Any], str]] = {
     "none": (lambda g: g, "must set advantages or call_advantages"),
     "too few": (changed(advantages=[1.0]), "advantages must be 2"),
     "nan": (changed(advantages=[1.0, math.nan]), "advantages must be finite"),
+    "not float32": (changed(advantages=[1.0, -3.5e38]), "advantages must be finite"),
     "inf": (changed(advantages=[1.0, -math.inf]), "advantages must be finite"),
     "calls of too few": (changed(call_advantages=[(1.0,)]), "call_advantages must be 2 tuples"),
     "too few calls": (changed(call_advantages=[(1.0,), (0.5,)]), "must be 2, one per call"),
