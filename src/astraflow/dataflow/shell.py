@@ -36,7 +36,7 @@ from astraflow.dataflow.machine.beside.consumers import topic as consumer_topic
 from astraflow.dataflow.machine.beside.stages import topic as stage_topic
 from astraflow.dataflow.state import Machine
 from astraflow.dataflow.storage.identity import refuse_other_data, refuse_other_run
-from astraflow.dataflow.storage.segments import Segments
+from astraflow.dataflow.storage.segments import Segments, segment_name
 from astraflow.dataflow.storage.tokens import TokenReader
 from astraflow.dataflow.views.life import Found, moments_of
 from astraflow.dataflow.views.lines import line_of
@@ -90,7 +90,7 @@ class Shell:
             self.segments = opened.enter_context(closing(Segments(place / "segments", fsync=fsync)))
             self.inbox = Inbox(place / "inbox")
             self.machine, self._base = self._recover()
-            self.segments.keep_only(self.machine.state.puts.values())
+            self._cut = self.segments.keep_only(self.machine.state.puts.values(), accept_damage=accept_damage)
             opened.pop_all()
         self.damage = self.journal.recovered.damage
         needed, every = self.machine.state.segment_puts, config.dataflow.snapshot_every
@@ -151,12 +151,15 @@ class Shell:
             await self.tick()
 
     async def tick(self) -> None:
-        """Expire what has run out of time by now."""
-        due = self.machine.due(self.now())
-        if due is None:
-            return
+        """Drop what the start found cut short, and expire what has run out of time by now."""
         try:
-            await self.submit(due)
+            if self._cut:
+                files = ", ".join(map(segment_name, sorted({put.segment for put in self._cut})))
+                await self.submit(c.DropDamaged([put.key for put in self._cut], f"{files}: cut short, or gone"))
+                self._cut = []
+            due = self.machine.due(self.now())
+            if due is not None:
+                await self.submit(due)
         except JournalError as error:
             log.error("%s", error)
 

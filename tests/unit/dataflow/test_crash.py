@@ -15,6 +15,7 @@ from astraflow.dataflow.journal.recovery import JournalDamaged, read_log
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.records import EpisodeCommit, Part
 from astraflow.dataflow.shell import Shell
+from astraflow.dataflow.storage.segments import SegmentGone
 from astraflow.errors import JournalError
 from astraflow.observe.jsonl import read_jsonl
 from astraflow.testing.dataflow import check_law, small_config, sources
@@ -88,13 +89,35 @@ async def test_a_torn_segment_tail_that_nobody_was_answered_for_is_ignored(tmp_p
     second.close()
 
 
-async def test_a_lost_segment_is_refused_by_name(tmp_path: Path) -> None:
-    first = shell(tmp_path)
-    await first.submit(commit_of(first, await begin(first)))
+@pytest.mark.parametrize("left", [None, 0, 60])
+async def test_groups_in_a_segment_that_is_cut_or_gone_are_dropped_at_the_start(
+    tmp_path: Path, left: int | None
+) -> None:
+    first = shell(tmp_path / "run")
+    leases = await begin(first)
+    for pair in (leases[:2], leases[2:4]):
+        await first.submit(commit_of(first, pair))
+    segment = tmp_path / "run" / "dataflow" / "segments" / "000001.arrow"
     first.close()
-    (tmp_path / "dataflow" / "segments" / "000001.arrow").unlink()
-    with pytest.raises(JournalError, match=r"000001\.arrow"):
-        shell(tmp_path)
+    if left is None:
+        segment.unlink()
+        with pytest.raises(SegmentGone, match=r"000001\.arrow is gone"):
+            shell(tmp_path / "run")
+    else:
+        os.truncate(segment, left)
+    for _ in range(2):  # the second start knows of no damage any more
+        again = Shell(CONFIG, tmp_path / "run", sources(), accept_damage=left is None)
+        left = 0
+        await again.tick()
+        assert again.machine.state.policies["actor"].dropped == {"damaged": 2}
+        assert again.machine.state.puts == {} and again.machine.state.failure is None
+        check_law(again.machine)
+        again.close()
+    again = shell(tmp_path / "run")
+    await again.submit(commit_of(again, await again.submit(c.LeaseEpisodes("n", "r2", 4))))
+    assert await again.submit(c.TakeBatch("actor", "t", 0)) is not None
+    check_law(again.machine)
+    again.close()
 
 
 async def test_a_commit_that_cannot_be_journaled_is_not_applied_and_its_bytes_are_taken_back(

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.dataflow.machine.records import Put
-from astraflow.dataflow.storage.segments import DamagedRows, Segments, map_segment, segment_name
+from astraflow.dataflow.storage.segments import DamagedRows, SegmentGone, Segments, map_segment, segment_name
 from astraflow.errors import JournalError
 from astraflow.wire.local import MIN_BYTES, Body
 
@@ -58,17 +57,43 @@ def test_a_start_keeps_what_is_needed_and_writes_to_a_new_file(tmp_path: Path) -
     again.close()
 
 
-def test_a_segment_that_is_shorter_than_the_journal_says_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [499, 64, 0])
+def test_bodies_that_are_cut_short_are_named_and_the_others_stay(tmp_path: Path, size: int) -> None:
     first = Segments(tmp_path)
-    put = first.append(b"x" * 500)
+    puts = [first.append(b"x" * 60), first.append(b"y" * 436)]
     first.close()
     with (tmp_path / "000001.arrow").open("r+b") as file:
-        file.truncate(499)
+        file.truncate(size)
     again = Segments(tmp_path)
-    with pytest.raises(JournalError, match=r"000001\.arrow must hold 500 bytes and has 499"):
-        again.keep_only([put])
-    with pytest.raises(JournalError, match="has 0"):
-        again.keep_only([Put(7, 0, 1)])
+    cut = puts if not size else puts[1:]
+    assert again.keep_only(puts) == cut
+    for put in cut:
+        with pytest.raises(DamagedRows):
+            again.read(put)
+    assert all(again.read(put).to_pybytes() == b"x" * 60 for put in puts if put not in cut)
+    again.close()
+
+
+def test_a_segment_that_is_gone_is_asked_for_and_its_number_is_not_used_again(tmp_path: Path) -> None:
+    first = Segments(tmp_path, segment_bytes=100)
+    puts = [first.append(bytes([i]) * 150) for i in range(3)]
+    first.close()
+    kept = (tmp_path / "000003.arrow").read_bytes()
+    (tmp_path / "000003.arrow").unlink()
+    for _ in range(2):  # also at the second start
+        again = Segments(tmp_path)
+        with pytest.raises(SegmentGone, match=r"000003\.arrow is gone, .*: 1\); .*--accept-damage"):
+            again.keep_only(puts)
+        again.close()
+    again = Segments(tmp_path)
+    assert again.keep_only(puts, accept_damage=True) == puts[2:]
+    with pytest.raises(DamagedRows):
+        again.read(puts[2])
+    assert again.append(b"new").segment > 3 and again.read(puts[0]).to_pybytes() == bytes(150)
+    again.close()
+    (tmp_path / "000003.arrow").write_bytes(kept)
+    again = Segments(tmp_path)
+    assert again.keep_only(puts) == [] and again.read(puts[2]).to_pybytes() == b"\2" * 150
     again.close()
 
 
