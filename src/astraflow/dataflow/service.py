@@ -34,7 +34,7 @@ from astraflow.dataflow.machine.queues import batch_id
 from astraflow.dataflow.machine.records import Batch, PolicyState
 from astraflow.dataflow.shell import Shell
 from astraflow.dataflow.storage.batches import batch_rows, rows_table
-from astraflow.dataflow.storage.rows import episode_commits, row_facts
+from astraflow.dataflow.storage.commits.rows import episode_commits, row_facts
 from astraflow.dataflow.storage.segments import DamagedRows
 from astraflow.dataflow.storage.shared import share_batch, worth_sharing
 from astraflow.dataflow.views.status import journal_status, prometheus_text, status

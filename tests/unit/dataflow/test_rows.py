@@ -8,7 +8,7 @@ import pytest
 
 from astraflow.dataflow.machine.records import Batch, Entry, Put, QueuedGroup
 from astraflow.dataflow.storage.batches import batch_table
-from astraflow.dataflow.storage.rows import episode_commits, row_facts
+from astraflow.dataflow.storage.commits.rows import episode_commits, row_facts
 from astraflow.errors import SchemaError
 from astraflow.testing.dataflow import episode, trajectory
 from astraflow.types import Episode, EpisodeLease, Task, Trajectory
@@ -89,7 +89,7 @@ def many_rows() -> tuple[EpisodesHeader, pa.Table]:
 def test_the_size_of_a_block_does_not_matter(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     header, table = many_rows()
     whole = row_facts(header, table, POLICIES)
-    monkeypatch.setattr("astraflow.dataflow.storage.rows._BLOCK_TOKENS", size)
+    monkeypatch.setattr("astraflow.dataflow.storage.commits.token_facts._BLOCK_TOKENS", size)
     assert row_facts(header, table, POLICIES) == whole
     broken = trajectory(1.0, tokens=6)
     broken.behavior_logprobs[4] = np.inf

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from astraflow.dataflow.machine.records import Added, Batch, Entry, Part, Put, QueuedGroup
 from astraflow.dataflow.storage.balance import partition, share
 from astraflow.dataflow.storage.batches import BatchRows, batch_rows, batch_table, rows_table
-from astraflow.dataflow.storage.rows import episode_commits, row_facts
+from astraflow.dataflow.storage.commits.rows import episode_commits, row_facts
 from astraflow.testing.dataflow import episode, trajectory
 from astraflow.types import EpisodeLease, Task
 from astraflow.wire.codec import TRAINING_SCHEMA, read_stream, write_stream

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow.dataflow.machine.records import Put
-from astraflow.dataflow.storage.rows import episode_commits, row_facts
+from astraflow.dataflow.storage.commits.rows import episode_commits, row_facts
 from astraflow.dataflow.storage.tokens import TokenReader, token_advantages
 from astraflow.errors import DataflowError, SchemaError
 from astraflow.testing.dataflow import episode, trajectory

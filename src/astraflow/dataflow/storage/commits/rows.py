@@ -1,0 +1,122 @@
+"""From Arrow columns to the machine: the rows of a commit are checked, and what it must know of them read off.
+
+No per-token Python, and as few passes over the tokens as possible: this runs in the event loop of the service.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from astraflow.dataflow.machine.records import EpisodeCommit, Part, Put
+from astraflow.dataflow.storage.commits.owners import check_owners, refuse_empty
+from astraflow.dataflow.storage.commits.token_facts import token_facts
+from astraflow.errors import SchemaError
+from astraflow.wire.codec import TRAJECTORY_SCHEMA, check_schema, list_lengths
+from astraflow.wire.messages import EpisodesHeader
+
+# policy, sampled, oldest, newest, calls, reward, scored, truncated
+_Row = tuple[str, int, int, int, int, float, bool, bool]
+
+
+class RowFacts(NamedTuple):
+    """What the machine must know of the rows of one request, in their order."""
+
+    rows: list[_Row]
+    rewards_per_call: dict[int, tuple[float, ...]]  # by row; absent: none given
+
+
+def row_facts(header: EpisodesHeader, table: pa.Table, policies: Collection[str]) -> RowFacts:
+    """Check the rows of one request and read off what matters.
+
+    Raises: SchemaError: columns of another type or length, rows that do not fit the header, an unknown policy.
+    """
+    rows = _one_batch(table)
+    check_schema(rows, TRAJECTORY_SCHEMA)
+    names = check_owners(header, rows, policies)
+    lengths = list_lengths(rows.column("token_ids"))
+    refuse_empty(header, lengths)
+    counts, oldest, newest, calls = token_facts(rows, lengths)
+    rewards_per_call = _rewards_per_call(rows)
+    for row, given in rewards_per_call.items():
+        if len(given) < calls[row]:
+            raise SchemaError(
+                "column rewards_per_call", len(given), f"must be one per call (row {row} has {calls[row]} calls)",
+                "give a reward for each call, or none",
+            )  # fmt: skip
+    rewards = rows.column("reward").to_numpy(zero_copy_only=False)  # null becomes NaN
+    scored = np.isfinite(rewards)
+    truncated = rows.column("truncated").to_pylist()
+    columns = [x.tolist() for x in (counts, oldest, newest, calls, rewards, scored)]
+    return RowFacts(list(zip(names, *columns, truncated, strict=True)), rewards_per_call)
+
+
+def _one_batch(table: pa.Table) -> pa.RecordBatch:
+    """The rows without chunks; they are copied when they came as several batches."""
+    batches = table.to_batches()
+    if len(batches) > 1:
+        batches = table.combine_chunks().to_batches()
+    if batches:
+        return batches[0]
+    return pa.RecordBatch.from_arrays([pa.nulls(0, kind) for kind in table.schema.types], schema=table.schema)
+
+
+def episode_commits(header: EpisodesHeader, facts: RowFacts, put: Put | None) -> list[EpisodeCommit]:
+    """Episodes of one request as the machine sees them; `put`: where their rows lie (None: there are none)."""
+    commits, start, key = [], 0, put.key if put is not None else 0
+    for episode in header.episodes:
+        end = start + episode.num_rows
+        parts = _parts(facts, start, end, key)
+        commits.append(EpisodeCommit(episode.episode_id, episode.attempt, episode.error, episode.metrics, parts))
+        start = end
+    return commits
+
+
+def _parts(facts: RowFacts, start: int, end: int, key: int) -> list[Part]:
+    rows, calls = facts
+    if end - start == 1:  # nearly every episode has one row
+        policy, sampled, oldest, newest, num_calls, reward, scored, truncated = rows[start]
+        given = calls.get(start, ()) if calls else ()
+        score = reward if scored else None
+        most = max(num_calls, len(given))
+        return [Part(policy, key, [start], [oldest], newest, sampled, int(truncated), score, given, most)]
+    by_policy: dict[str, list[int]] = {}
+    for i in range(start, end):
+        by_policy.setdefault(rows[i][0], []).append(i)
+    return [_part(facts, policy, numbers, key) for policy, numbers in by_policy.items()]
+
+
+def _part(facts: RowFacts, policy: str, numbers: list[int], key: int) -> Part:
+    rows, calls = facts
+    given = next((calls[i] for i in numbers if i in calls), ())
+    return Part(
+        policy=policy,
+        put=key,
+        rows=numbers,
+        min_versions=[rows[i][2] for i in numbers],
+        max_version=max(rows[i][3] for i in numbers),
+        num_tokens=sum(rows[i][1] for i in numbers),
+        num_truncated=sum(rows[i][7] for i in numbers),
+        reward=next((rows[i][5] for i in numbers if rows[i][6]), None),
+        rewards_per_call=given,
+        num_calls=max(len(given), *(rows[i][4] for i in numbers)),
+    )
+
+
+def _rewards_per_call(rows: pa.RecordBatch) -> dict[int, tuple[float, ...]]:
+    column = rows.column("rewards_per_call")
+    found: dict[int, tuple[float, ...]] = {}
+    if not len(column.values):
+        return found
+    for row in np.flatnonzero(list_lengths(column)).tolist():
+        values = column[row].as_py()
+        if not all(math.isfinite(v) for v in values):
+            raise SchemaError(
+                "column rewards_per_call", values, f"must be finite (row {row})", "give a reward for each call, or none"
+            )
+        found[row] = tuple(values)
+    return found

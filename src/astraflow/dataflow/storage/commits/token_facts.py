@@ -1,0 +1,115 @@
+"""What the tokens of a commit say: read in one pass, in blocks that stay in the cache. No per-token Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from astraflow.errors import SchemaError
+from astraflow.wire.codec import flat_values, unpack_bools
+
+_BLOCK_TOKENS = 1 << 17  # measured: 2.1 ms for 25 MB that just came, 3.3 ms in one block
+
+
+class _Block(NamedTuple):
+    """Rows that follow each other, with their tokens."""
+
+    first: int  # number of the first one
+    lengths: np.ndarray  # [rows]
+    mask: np.ndarray  # [tokens], as all below
+    versions: np.ndarray
+    logprobs: np.ndarray
+    calls: np.ndarray
+
+    def row_of(self, entry: int) -> int:
+        """The row in which this entry of a token column lies."""
+        return self.first + int(np.searchsorted(np.cumsum(self.lengths), entry, "right"))
+
+
+def token_facts(rows: pa.RecordBatch, lengths: np.ndarray) -> list[np.ndarray]:
+    """Per row: sampled tokens, oldest and newest version among them (-1: none), and calls that sampled one up to the
+    last (0: none did).
+
+    Raises: SchemaError: a sampled token without a version, with a logprob that is not a number, or of no call although
+    the request has episodes of several calls.
+    """
+    calls = flat_values(rows.column("call_index"))
+    several = len(calls) > 0 and calls.max() > 0  # one call each: the common case needs no more passes
+    found = [_block_facts(block, several) for block in _blocks(rows, lengths, calls)]
+    if len(found) == 1:
+        return found[0]
+    return [np.concatenate(parts) for parts in zip(*found, strict=True)] if found else [np.empty(0, np.int64)] * 4
+
+
+def _blocks(rows: pa.RecordBatch, lengths: np.ndarray, calls: np.ndarray) -> Iterator[_Block]:
+    """Blocks of so many tokens that what is computed of one stays in the cache."""
+    mask = rows.column("loss_mask").flatten()
+    versions, logprobs = (flat_values(rows.column(name)) for name in ("versions", "behavior_logprobs"))
+    ends = np.cumsum(lengths)
+    a = start = 0
+    while a < len(lengths):
+        b = max(a + 1, int(np.searchsorted(ends, start + _BLOCK_TOKENS, "right")))
+        end = int(ends[b - 1])
+        own = slice(start, end)
+        yield _Block(a, lengths[a:b], unpack_bools(mask, start, end), versions[own], logprobs[own], calls[own])
+        a, start = b, end
+
+
+def _block_facts(block: _Block, several: bool) -> list[np.ndarray]:
+    lengths, mask = block.lengths, block.mask
+    if not len(mask):
+        return [
+            np.zeros(len(lengths), np.int64),
+            *(np.full(len(lengths), -1) for _ in range(2)),
+            np.zeros(len(lengths), np.int64),
+        ]
+    versions = _where_sampled("versions", block.versions, block)
+    if not (finite := np.isfinite(block.logprobs)).all():
+        entry = int(np.argmin(finite))
+        raise SchemaError(
+            "column behavior_logprobs", float(block.logprobs[entry]), f"must be finite (row {block.row_of(entry)})",
+            "drop the episode as an error at its node",
+        )  # fmt: skip
+    filled = np.flatnonzero(lengths)
+    starts = (np.cumsum(lengths) - lengths)[filled]
+    counts = np.add.reduceat(mask.view(np.uint8), starts, dtype=np.int32)
+    newest = np.maximum(np.maximum.reduceat(versions, starts), -1)
+    low = np.minimum.reduceat(versions.view(np.uint32), starts)  # a negative one is larger than any version
+    oldest = np.where(newest < 0, -1, low.astype(np.int64))
+    if several:
+        calls = _where_sampled("call_index", block.calls, block)
+        num_calls = np.maximum(np.maximum.reduceat(calls, starts).astype(np.int64), -1) + 1
+    else:
+        num_calls = counts > 0
+    return [
+        _spread(x, filled, len(lengths), empty)
+        for x, empty in ((counts, 0), (oldest, -1), (newest, -1), (num_calls, 0))
+    ]
+
+
+def _spread(values: np.ndarray, places: np.ndarray, size: int, empty: int) -> np.ndarray:
+    """[size] int64: `values` at `places` (rising), `empty` elsewhere."""
+    if len(places) == size:
+        return values.astype(np.int64)
+    spread = np.full(size, empty, np.int64)
+    spread[places] = values
+    return spread
+
+
+def _where_sampled(name: str, numbers: np.ndarray, block: _Block) -> np.ndarray:
+    """`numbers`, negative exactly where the mask is False: rows should come like that, then nothing is copied."""
+    mask = block.mask
+    if ((numbers >= 0) == mask).all():
+        return numbers
+    cleared = np.where(mask, numbers, numbers.dtype.type(-1))
+    if ((cleared >= 0) == mask).all():
+        return cleared
+    entry = int(np.flatnonzero((cleared < 0) & mask)[0])
+    raise SchemaError(
+        f"column {name}", int(numbers[entry]),
+        f"must be >= 0 where loss_mask is true (row {block.row_of(entry)})",
+        "record the engine's version and number of the call",
+    )  # fmt: skip
