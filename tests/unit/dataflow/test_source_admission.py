@@ -69,7 +69,7 @@ class Wrong(Operator):
 
     def on_result(self, group: Group) -> None:
         if self._fails_on == "on_result":
-            raise KeyError("no such thing")
+            raise SystemExit("no such thing")
 
 
 def config_of(*operators: Any, groups: int = 2, **changes: Any) -> RunConfig:

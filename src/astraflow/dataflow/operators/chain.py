@@ -8,8 +8,9 @@ from typing import Any
 from astraflow.config.operators import operators_of_policy
 from astraflow.config.schema import PolicySection
 from astraflow.contracts import Operator
-from astraflow.dataflow.operators.checks import check_credit, check_result, fixed_parts
-from astraflow.errors import ConfigError, DataflowError
+from astraflow.dataflow.operators.blame import blamed
+from astraflow.dataflow.operators.checks import check_batch, check_result, fixed_parts
+from astraflow.errors import ConfigError
 from astraflow.types import Group, Tokens
 
 ReadTokens = Callable[[], list[list[Tokens]]]
@@ -39,14 +40,11 @@ class Chain:
             if operator.needs_tokens and tokens is None and read_tokens is not None:
                 tokens = read_tokens()
             group.tokens = tokens if operator.needs_tokens else None
-            episode_ids = list(group.episode_ids)
-            try:
+            before = fixed_parts(group)
+            with blamed(name, f"failed on group {group.group_id}"):
                 result: object = operator.on_group(group)
-            except Exception as error:
-                raise DataflowError(
-                    name, f"{type(error).__name__}: {error}", f"failed on group {group.group_id}", "mend the operator"
-                ) from error
-            checked = check_result(operator, name, group, episode_ids, result)
+            with blamed(name, f"left something in group {before['group_id']} that it must not"):
+                checked = check_result(operator, name, before, result)
             if isinstance(checked, str):
                 return checked
             group = checked
@@ -56,24 +54,17 @@ class Chain:
     def on_batch(self, groups: Sequence[Group], step: int) -> None:
         """Let operators change advantages, call_advantages and weights of the groups of the batch of `step`.
 
-        `groups`: see `dataflow.operators.credited.as_batch_group`. Raises: DataflowError: as `on_group`.
+        `groups`: see `machine.serving.forming.credited`. Raises: DataflowError: as `on_group`.
         """
         for name, operator in self._on_batch:
-            before = [fixed_parts(g) for g in groups]
+            before = [fixed_parts(g, rewards=True) for g in groups]
             given = tuple(groups)
-            try:
+            with blamed(name, f"failed on the batch of step {step}"):
                 operator.on_batch(given, step)
-            except Exception as error:
-                raise DataflowError(
-                    name, f"{type(error).__name__}: {error}", f"failed on the batch of step {step}", "mend the operator"
-                ) from error
             for group, fixed in zip(given, before, strict=True):
-                if fixed_parts(group) != fixed:
-                    raise DataflowError(
-                        f"{name} group {fixed[0]}", "on_batch",
-                        "may change advantages, call_advantages and weight only", "change rewards in on_group",
-                    )  # fmt: skip
-                check_credit(f"{name} group {group.group_id}", group, needed=True)
+                where = f"{name} group {fixed['group_id']}"
+                with blamed(where, "was left with something that on_batch must not leave"):
+                    check_batch(where, fixed, group)
 
     @property
     def works_on_batches(self) -> bool:

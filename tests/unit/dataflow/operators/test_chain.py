@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,13 +73,22 @@ BREACHES: dict[str, tuple[Callable[[Group], Any], str]] = {
     "a list": (lambda g: [g], "must give a Group, or the reason"),
     "a sentence": (lambda g: "Too easy, 3 of 4", "for a reason like 'too_short'"),
     "no reason": (lambda g: "", "for a reason like 'too_short'"),
-    "another group": (changed(group_id="train/0/9"), "the group that it got"),
-    "another policy": (changed(policy="verifier"), "the group that it got"),
+    "another group": (changed(group_id="train/0/9"), "may change rewards, advantages"),
+    "another policy": (changed(policy="verifier"), "may change rewards, advantages"),
     "lost": (changed(episode_ids=["train/0/0/0"], rewards=[1.0]), "each once and in order"),
     "doubled": (changed(episode_ids=["train/0/0/0"] * 2), "each once and in order"),
     "swapped": (changed(episode_ids=["train/0/0/1", "train/0/0/0"]), "each once and in order"),
     "rewards": (changed(rewards=[1.0]), "rewards must be 2"),
-    "num_tokens": (changed(num_tokens=[1]), "num_tokens must be 2"),
+    "num_tokens": (changed(num_tokens=[1, 1]), "=num_tokens may change rewards, advantages"),
+    "num_calls": (changed(num_calls=[]), "=num_calls may change rewards, advantages"),
+    "min_version": (changed(min_version=[9, 9]), "=min_version may change rewards, advantages"),
+    "errors": (changed(errors=["x", "x"]), "=errors may change rewards, advantages"),
+    "rewards no list": (changed(rewards=None), "TypeError"),
+    "ids no list": (changed(episode_ids=None), "TypeError"),
+    "metrics no list": (changed(metrics=5), "TypeError"),
+    "calls no list": (changed(rewards_per_call=[1.0, 2.0]), "TypeError"),
+    "calls too few": (changed(rewards_per_call=[()]), "rewards_per_call must be 2"),
+    "leaves": (lambda g: sys.exit(3), "SystemExit: 3 failed on group"),
     "nan reward": (changed(rewards=[1.0, math.nan]), "rewards must be finite"),
     "text reward": (changed(rewards=[1.0, "high"]), "rewards must be finite"),
     "negative weight": (changed(weight=-0.5), "weight must be >= 0"),
@@ -108,6 +118,8 @@ CREDIT_BREACHES: dict[str, tuple[Callable[[Group], Any], str]] = {
     "calls of too few": (changed(call_advantages=[(1.0,)]), "call_advantages must be 2 tuples"),
     "too few calls": (changed(call_advantages=[(1.0,), (0.5,)]), "must be 2, one per call"),
     "too many calls": (changed(call_advantages=[(1.0,) * 3, (0.5,) * 2]), "must be 2, one per call"),
+    "no list": (changed(advantages=3.0), "TypeError"),
+    "calls of none": (changed(call_advantages=[None, None]), "TypeError"),
     "nan call": (changed(call_advantages=[(1.0, 0.0), (math.nan, 0.0)]), "call_advantages must be finite"),
 }
 
@@ -181,6 +193,9 @@ def test_on_batch_may_change_credit_and_weight_of_all_groups() -> None:
         ({"advantages": [1.0]}, "advantages must be 2"),
         ({"advantages": None}, "must set advantages"),
         ({"weight": -1.0}, "weight must be >= 0"),
+        ({"weight": None}, "weight must be finite"),
+        ({"rewards": None}, "TypeError"),
+        ({"advantages": 3.0}, "TypeError"),
     ],
 )
 def test_a_breach_in_on_batch_is_an_error_that_names_operator_and_group(change: dict[str, Any], said: str) -> None:

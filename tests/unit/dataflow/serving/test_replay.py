@@ -254,8 +254,10 @@ class Broken(Doubles):
 class Wild(Replay):
     """Selects what it was not given."""
 
-    def select(self, stored: Sequence[Stored], groups: int, step: int) -> list[str]:
-        return ["train/0/nowhere"]
+    answer: Any = None
+
+    def select(self, stored: Sequence[Stored], groups: int, step: int) -> Any:
+        return Wild.answer
 
 
 def test_an_operator_that_fails_on_a_batch_stops_the_run_and_loses_nothing() -> None:
@@ -278,12 +280,19 @@ def test_an_operator_that_fails_on_a_batch_stops_the_run_and_loses_nothing() -> 
     check_law(desk.machine)
 
 
-def test_an_operator_that_selects_what_is_not_stored_stops_the_run() -> None:
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(["train/0/nowhere"], "is not one of the stored groups"), ([[1]], "unhashable"), (5, "not iterable")],
+)
+def test_an_operator_that_selects_what_is_not_stored_stops_the_run(
+    answer: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Wild, "answer", answer)
     section = policy_section(2, 1, operators=["zero_variance", {"type": f"{__name__}:Wild", "ratio": 0.5}])
     desk = started(small_config(policies={"actor": section}))
     play(desk, 0)
     desk.step(0)
-    assert "is not one of the stored groups" in str(desk.machine.state.failure)
+    assert said in str(desk.machine.state.failure) and "policies.actor Wild" in str(desk.machine.state.failure)
     check_law(desk.machine)
 
 

@@ -19,6 +19,7 @@ from astraflow.dataflow.machine.plan import Context, PolicyPlan
 from astraflow.dataflow.machine.records import Batch, Entry, Failed, PolicyState, QueuedGroup, StoredGroup
 from astraflow.dataflow.machine.serving.pacing import expected_groups, fitting
 from astraflow.dataflow.machine.serving.waiting import NOTHING
+from astraflow.dataflow.operators.blame import blamed
 from astraflow.errors import DataflowError
 from astraflow.types import Stored
 
@@ -88,13 +89,12 @@ class Replay:
 
     def _asked(self, operator: Operator, ask: Callable[[Operator], list[str]]) -> list[str]:
         thing = f"policies.{self._name} {type(operator).__name__}"
-        try:
+        with blamed(thing, "failed in select or retain"):
             given = list(ask(operator))
-        except Exception as error:  # an operator of the user may raise anything
-            said = f"{type(error).__name__}: {error}"
-            raise DataflowError(thing, said, "failed in select or retain", "mend the operator") from error
-        if unknown := [i for i in given if i not in self._policy.stored]:
-            raise DataflowError(thing, unknown[0], "is not one of the stored groups", "give ids of what it was given")
+            if unknown := [i for i in given if i not in self._policy.stored]:
+                raise DataflowError(
+                    thing, unknown[0], "is not one of the stored groups", "give ids of what it was given"
+                )
         return given
 
     def _keep(self, group_ids: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from astraflow.config.operators import operators_of_source
 from astraflow.config.schema import SourceSection
 from astraflow.contracts import Operator
+from astraflow.dataflow.operators.blame import MEND, blamed
 from astraflow.errors import ConfigError, DataflowError
 from astraflow.types import Group, SourceView, Task
 
@@ -61,12 +62,8 @@ class SourceChain:
         Raises: DataflowError: an operator failed.
         """
         for i, (name, operator) in enumerate(self._operators):
-            try:
+            with blamed(self._place(i, name), f"failed on the result of group {group.group_id}"):
                 operator.on_result(group)
-            except DataflowError:
-                raise
-            except Exception as error:
-                raise self._failed(i, name, error, f"on the result of group {group.group_id}") from error
 
     def advice(self, name: str) -> str:
         """What to do when operator `name` lets nothing through."""
@@ -83,26 +80,18 @@ class SourceChain:
                 operator.load_state_dict(state)
 
     def _ask(self, i: int, name: str, operator: Operator, task: Task, view: SourceView) -> float | Literal["wait"]:
-        try:
+        where = self._place(i, name)
+        with blamed(where, f"failed on task {task.group_id}"):
             answer = operator.admit(task, view)
-        except DataflowError:
-            raise
-        except Exception as error:
-            raise self._failed(i, name, error, f"on task {task.group_id}") from error
-        if answer == "wait":
-            return "wait"
-        if isinstance(answer, bool) or not isinstance(answer, float | int) or not 0.0 <= answer <= 1.0:
-            raise DataflowError(
-                f"{self._where}.operators.{i} {name}", answer,
-                f'must be a probability from 0 to 1 or "wait" (task {task.group_id})', "mend the operator",
-            )  # fmt: skip
-        return float(answer)
+            if isinstance(answer, str) and answer == "wait":
+                return "wait"
+            if isinstance(answer, bool) or not isinstance(answer, float | int) or not 0.0 <= answer <= 1.0:
+                rule = f'must be a probability from 0 to 1 or "wait" (task {task.group_id})'
+                raise DataflowError(where, answer, rule, MEND)
+            return float(answer)
 
-    def _failed(self, i: int, name: str, error: Exception, at: str) -> DataflowError:
-        return DataflowError(
-            f"{self._where}.operators.{i} {name}", f"{type(error).__name__}: {error}", f"failed {at}",
-            "mend the operator",
-        )  # fmt: skip
+    def _place(self, i: int, name: str) -> str:
+        return f"{self._where}.operators.{i} {name}"
 
 
 def source_chain_of(name: str, source: SourceSection) -> SourceChain:
