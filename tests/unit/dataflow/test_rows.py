@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
+from msgspec.structs import replace
 
 from astraflow.dataflow.machine.records import Batch, Entry, Put, QueuedGroup
 from astraflow.dataflow.storage.batches import batch_table
@@ -182,3 +183,34 @@ def test_what_lies_in_versions_of_given_tokens_does_not_matter() -> None:
     facts = [row_facts(*sent(with_trajectories(x)), POLICIES).rows[0] for x in (row, clean)]
     assert facts[0] == facts[1]
     assert facts[0][1:4] == (5, 3, 3)
+
+
+def per_call(rewards: tuple[float, ...], calls: int, branch: int = 0, policy: str = "actor") -> Trajectory:
+    row = trajectory(1.0, tokens=1 + calls, branch=branch, policy=policy)
+    row.call_index[1:] = np.arange(calls)
+    return replace(row, rewards_per_call=rewards)
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([per_call((0.5,), 1), per_call((), 3, branch=1)], r"=\[\] must be the same in rows 0 and 1"),
+        ([per_call((), 1), per_call((0.5,), 1, branch=1)], r"=\[0.5\] must be the same in rows 0 and 1"),
+        ([per_call((0.5,), 1), per_call((0.5,), 2, branch=1)], r"=1 must be one per call \(row 1 has 2 calls\)"),
+        ([per_call((0.5, 1.0), 2), per_call((0.5, 0.0), 1, branch=1)], ".* must be the same in rows 0 and 1"),
+    ],
+)
+def test_rewards_per_call_are_those_of_all_branches(rows: list[Trajectory], problem: str) -> None:
+    header, table = sent(with_trajectories(*rows))
+    with pytest.raises(SchemaError, match="column rewards_per_call" + problem):
+        row_facts(header, table, POLICIES)
+
+
+def test_each_policy_and_episode_has_rewards_per_call_of_its_own() -> None:
+    good = [
+        per_call((0.5, 1.0), 2), per_call((0.25,), 1, policy="verifier"), per_call((0.5, 1.0), 1, branch=1)
+    ]  # fmt: skip
+    header, table = sent(with_trajectories(*good), with_trajectories(per_call((), 3), k=1))
+    first, second = episode_commits(header, row_facts(header, table, POLICIES), PUT)
+    assert [(p.rewards_per_call, p.num_calls) for p in first.parts] == [((0.5, 1.0), 2), ((0.25,), 1)]
+    assert [(p.rewards_per_call, p.num_calls) for p in second.parts] == [((), 3)]

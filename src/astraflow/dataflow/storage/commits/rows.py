@@ -42,12 +42,8 @@ def row_facts(header: EpisodesHeader, table: pa.Table, policies: Collection[str]
     refuse_empty(header, lengths)
     counts, oldest, newest, calls = token_facts(rows, lengths)
     rewards_per_call = _rewards_per_call(rows)
-    for row, given in rewards_per_call.items():
-        if len(given) < calls[row]:
-            raise SchemaError(
-                "column rewards_per_call", len(given), f"must be one per call (row {row} has {calls[row]} calls)",
-                "give a reward for each call, or none",
-            )  # fmt: skip
+    if rewards_per_call:
+        _check_per_call(header, names, calls.tolist(), rewards_per_call)
     rewards = rows.column("reward").to_numpy(zero_copy_only=False)  # null becomes NaN
     scored = np.isfinite(rewards)
     truncated = rows.column("truncated").to_pylist()
@@ -120,3 +116,26 @@ def _rewards_per_call(rows: pa.RecordBatch) -> dict[int, tuple[float, ...]]:
             )
         found[row] = tuple(values)
     return found
+
+
+def _check_per_call(
+    header: EpisodesHeader, names: list[str], calls: list[int], given: dict[int, tuple[float, ...]]
+) -> None:
+    """Rewards per call are those of an episode and policy: the same on all its rows, one for each call or more."""
+    start = 0
+    for episode in header.episodes:
+        first: dict[str, int] = {}  # policy -> its first row
+        for row in range(start, start + episode.num_rows):
+            other = first.setdefault(names[row], row)
+            own = given.get(row, ())
+            if own != given.get(other, ()):
+                raise SchemaError(
+                    "column rewards_per_call", list(own), f"must be the same in rows {other} and {row}, of one episode "
+                    "and policy", "give every branch the rewards of all calls, or none",
+                )  # fmt: skip
+            if own and len(own) < calls[row]:
+                raise SchemaError(
+                    "column rewards_per_call", len(own), f"must be one per call (row {row} has {calls[row]} calls)",
+                    "give a reward for each call, or none",
+                )  # fmt: skip
+        start += episode.num_rows
