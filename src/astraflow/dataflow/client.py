@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +21,10 @@ from astraflow.wire.local import HOST_HEADER
 
 
 class DataflowClient:
-    """Every method raises `WireError` (its `status` says which refusal) and `Unreachable` after `give_up_s`."""
+    """Every method raises `WireError` (its `status` says which refusal) and `Unreachable` after `give_up_s`.
+
+    Stats and metrics that are not finite are left out, since JSON has no NaN; what is no number is a `DataflowError`.
+    """
 
     def __init__(self, url: str, token: str | None = None, *, give_up_s: float = 10.0) -> None:
         self._http = HttpClient(url, token, give_up_s=give_up_s)
@@ -42,7 +46,7 @@ class DataflowClient:
     ) -> m.HeartbeatReply:
         """The node lives, and plays these attempts; the reply says which of them it need not play any more. A
         `WireError` with status 404 means: join again, and drop what you play."""
-        body = m.Heartbeat(stats=dict(stats), versions=dict(versions), playing=list(playing))
+        body = m.Heartbeat(stats=_finite("stats", stats), versions=dict(versions), playing=list(playing))
         return self._http.json("POST", f"/nodes/{node_id}/heartbeat", body, m.HeartbeatReply)
 
     def drain(self, node_id: str) -> None:
@@ -71,7 +75,7 @@ class DataflowClient:
 
     def trainer_heartbeat(self, policy: str, trainer_id: str, stats: Mapping[str, float] | None = None) -> None:
         """The trainer lives, and is not reported as silent."""
-        body = m.TrainerHeartbeat(trainer_id=trainer_id, stats=dict(stats or {}))
+        body = m.TrainerHeartbeat(trainer_id=trainer_id, stats=_finite("stats", stats))
         self._http.json("POST", f"/policies/{policy}/heartbeat", body, m.Ok)
 
     def batch(
@@ -94,7 +98,7 @@ class DataflowClient:
 
     def ack(self, header: BatchHeader, trainer_id: str, metrics: Mapping[str, float] | None = None) -> None:
         """The batch was trained and version `header.step` is published."""
-        body = m.Ack(trainer_id=trainer_id, version=header.step, metrics=dict(metrics or {}))
+        body = m.Ack(trainer_id=trainer_id, version=header.step, metrics=_finite("metrics", metrics))
         self._http.json("POST", f"/policies/{header.policy}/batches/{header.batch_id}/ack", body, m.Ok)
 
     def checkpoint(self, policy: str, trainer_id: str, version: int) -> None:
@@ -114,7 +118,8 @@ class DataflowClient:
     ) -> tuple[m.StageRows, pa.Table]:
         """Entries with about `n` rows for a worker of a stage. `n` = 0: only a sign of life."""
         request_id = request_id or uuid.uuid4().hex
-        body = m.StageRequest(worker_id=worker_id, request_id=request_id, n=n, wait_s=wait_s, stats=dict(stats or {}))
+        numbers = _finite("stats", stats)
+        body = m.StageRequest(worker_id=worker_id, request_id=request_id, n=n, wait_s=wait_s, stats=numbers)
         _, payload, _ = self._http.get_bytes("POST", f"/stages/{stage}/leases", body, wait_s=wait_s)
         return read_stream(payload, m.StageRows)
 
@@ -147,3 +152,17 @@ class DataflowClient:
     def close(self) -> None:
         """End waits and drop connections."""
         self._http.close()
+
+
+def _finite(thing: str, numbers: Mapping[str, float] | None) -> dict[str, float]:
+    finite: dict[str, float] = {}
+    for name, value in dict(numbers or {}).items():  # a copy: another thread may add to it
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DataflowError(
+                f"{thing}[{name!r}]", value, "must be a number", "give a float, or leave it out"
+            ) from error
+        if math.isfinite(number):
+            finite[name] = number
+    return finite

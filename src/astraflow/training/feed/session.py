@@ -106,7 +106,7 @@ class TrainerSession:
         if weights is not None and self._leads:
             self._publisher = Publisher(weights, policy, self.config.weights, dataflow, self._token)
         self.version = -1  # newest that was acknowledged, or resumed at; -1: not resumed yet
-        self.stats: dict[str, float] = {}  # sent with each heartbeat: gauges and monotonic counters of yours
+        self.stats: dict[str, float] = {}  # finite ones go out with each heartbeat: gauges and counters of yours
         self._held: BatchHeader | None = None  # taken and not acknowledged
         self._failure: BaseException | None = None  # of the heartbeat thread
         self._ended = threading.Event()
@@ -183,7 +183,8 @@ class TrainerSession:
     def acknowledge(self, header: BatchHeader, metrics: Mapping[str, float] | None = None) -> None:
         """The batch was trained and version `header.step` is published. `metrics`: of the step, slash names.
 
-        Raises: TrainingError: not the batch that was taken last, or its version is not published.
+        Raises: TrainingError: not the batch that was taken last, or its version is not published. DataflowError: a
+        metric that is no number; NaN is left out.
         """
         if self._held is None or header.batch_id != self._held.batch_id:
             held = self._held.batch_id if self._held is not None else "none"
@@ -192,9 +193,8 @@ class TrainerSession:
             raise TrainingError(
                 f"{self._policy} version", header.step, "is not published", "publish it before you acknowledge its step"
             )
-        finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}  # JSON: no NaN
         if self._leads:
-            self.patient(lambda: self._client.ack(header, self.trainer_id, finite))
+            self.patient(lambda: self._client.ack(header, self.trainer_id, metrics))
         self.version, self._held = header.step, None
 
     def checkpoint(self) -> None:

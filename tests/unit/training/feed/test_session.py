@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from astraflow.dataflow.client import DataflowClient
-from astraflow.errors import ConfigError, TrainingError, WireError
+from astraflow.errors import ConfigError, DataflowError, TrainingError, WireError
 from astraflow.testing.dataflow import policy_section, small_config, sources
+from astraflow.testing.runs import wait_until
 from astraflow.testing.services import DataflowThread, PlayingNode
 from astraflow.training.feed import session as session_module
 from astraflow.training.feed.dataset import PolicyBatches
@@ -207,6 +208,24 @@ def test_heartbeats_go_out_while_the_trainer_computes(service):
             tick.wait(0.02)
             waited += 0.02
         assert heard() == {"step": 7.0}
+
+
+def test_a_stat_that_is_not_finite_ends_nobody(service):
+    with TrainerSession(service.url, "actor") as session:
+        session.stats |= {"loss": float("nan"), "step": torch.tensor(7.0)}
+        session.resume(0, ("file:///w",))
+        heard = lambda: service.call(lambda: service.shell.machine.live.trainers["actor"].stats)  # noqa: E731
+        wait_until(lambda: heard() == {"step": 7.0}, "a heartbeat", 5)
+        session.check()
+
+
+@pytest.mark.parametrize("value", ["abc", None, [1.0], 10**400])
+def test_a_stat_that_is_no_number_is_named(service, value):
+    with TrainerSession(service.url, "actor") as session:
+        session.resume(0, ("file:///w",))
+        session.stats["loss"] = value
+        with pytest.raises(DataflowError, match=r"stats\['loss'\]=.* must be a number"):
+            wait_until(session.check, "the failure of the heartbeat", 5)
 
 
 def test_the_session_loads_no_torch():
