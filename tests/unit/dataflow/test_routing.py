@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -78,6 +80,48 @@ def test_a_group_without_scored_episodes_after_its_operators_is_dropped_as_unsco
     one.play(2)
     assert one.machine.state.failure is None
     assert one.machine.state.policies["actor"].dropped == {"unscored": 1}
+    check_law(one.machine)
+
+
+class Punishes(Operator):
+    """An episode without a reward failed."""
+
+    phase = "shape"
+
+    def on_group(self, group: Group) -> Group | str:
+        group.rewards = [-1.0 if r is None else r for r in group.rewards]
+        return group
+
+
+@pytest.mark.parametrize("group_size", [3, 4])
+def test_an_operator_may_score_what_the_workflow_did_not(group_size: int) -> None:
+    section = policy_section(1, operators=[f"{HERE}:Punishes", "staleness_weight"])
+    one = Desk(small_config(policies__actor=section, workflow__group_size=group_size))
+    one.start()
+    one.commit(one.lease(group_size), [1.0, 0.0, None, None][:group_size])
+    batch = one.take(0)
+    assert batch is not None and [e.sibling for e in batch.groups[0].entries] == list(range(group_size))
+    assert [e.part.reward for e in batch.groups[0].entries] == [1.0, 0.0, -1.0, -1.0][:group_size]
+    assert batch.metrics["reward/mean"] == sum([1.0, 0.0, -1.0, -1.0][:group_size]) / group_size
+    assert one.machine.state.policies["actor"].dropped_episodes == {}
+    check_law(one.machine)
+    before = json.loads(one.machine.snapshot())
+    one.keep_snapshot()
+    one.restart()
+    assert json.loads(one.machine.snapshot()) == before
+
+
+def test_a_metric_that_json_cannot_say_stops_the_run_before_the_batch_is_formed() -> None:
+    one = desk()
+    one.play(4)
+    waiting = one.machine.state.policies["actor"].queue
+    before = dict(waiting)
+    for arrival, group in list(waiting.items()):
+        entries = [msgspec.structs.replace(e, success=math.inf) for e in group.entries]
+        waiting[arrival] = msgspec.structs.replace(group, entries=entries)
+    assert one.take(0) is None
+    assert "batch of step 1 success/mean=inf must be finite" in str(one.machine.state.failure)
+    assert one.machine.state.policies["actor"].batches == {} and waiting.keys() == before.keys()
     check_law(one.machine)
 
 

@@ -168,6 +168,7 @@ class Queues:
         picked = forming.pick(context, name)
         try:
             groups = forming.credited(context, name, self._chains[name], [*picked.again, *picked.fresh], step)
+            metrics = forming.batch_metrics(groups, step - 1, replay.max_age)
         except DataflowError as error:
             forming.undo(context, name, picked)
             accounts.fail(context, Failed("DataflowError", error.thing, str(error.value), error.rule, error.fix))
@@ -175,7 +176,6 @@ class Queues:
         num_again = len(picked.again)
         for group in picked.again:
             accounts.retain_entries(context, group.entries)
-        metrics = forming.batch_metrics(groups, step - 1, replay.max_age)
         metrics |= {"queue/groups": float(policy.num_waiting), "batch/replayed_groups": float(num_again)}
         batch = Batch(step, groups, metrics, num_replayed=num_again)
         if replay.stores and groups[num_again:] != picked.fresh:

@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import msgspec
+
 from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine.admission.gate import Admission
 from astraflow.dataflow.machine.beside.consumers import Consumers
@@ -77,7 +79,7 @@ class Routing:
         seen = as_group(name, group, parts, self._context)
         self._admission.on_result(seen)
         siblings = [k for k, result in enumerate(group.results) if result is not None]  # of the episodes of `seen`
-        rewards = [r for k, r in zip(siblings, seen.rewards, strict=True) if k in parts]
+        rewards = {k: r for k, r in zip(siblings, seen.rewards, strict=True) if k in parts}
         result, failed = self._verdict(name, seen, parts)
         entries = [] if isinstance(result, str) else _entries(group, siblings, result, parts, added)
         if not entries and not isinstance(result, str):
@@ -90,7 +92,7 @@ class Routing:
         used = {e.sibling for e in entries}
         accounts.release(self._context, (part for k, part in parts.items() if k not in used))
         accounts.release(self._context, (a for k, columns in added.items() if k not in used for a in columns))
-        unscored = sum(reward is None for reward in rewards)
+        unscored = sum(reward is None for k, reward in rewards.items() if k not in used)
         accounts.drop_episodes(self._context, name, group.group_id, unscored, accounts.UNSCORED)
         left_out = len(rewards) - unscored - len(entries)
         accounts.drop_episodes(self._context, name, group.group_id, left_out, accounts.LEFT_OUT)
@@ -144,7 +146,9 @@ def _entries(
     for k, reward, advantage, of_calls in zip(siblings, result.rewards, advantages, calls, strict=True):
         commit, part = group.results[k], parts.get(k)
         if reward is not None and commit is not None and part is not None and part.max_version >= 0:
-            success = success_of(commit, part.reward if part.reward is not None else reward)
+            if part.reward is None:  # an operator scored it
+                part = msgspec.structs.replace(part, reward=reward)
+            success = success_of(commit, reward if part.reward is None else part.reward)
             entries.append(Entry(part, advantage, success, of_calls, added.get(k, []), k))
     return entries
 

@@ -16,6 +16,8 @@ from astraflow.types import Group
 
 Fixed = dict[str, Any]
 """Parts of a group by name, as they were before a hook."""
+_ON_GROUP = "must stay as it is: on_group may change rewards, advantages, call_advantages and weight only"
+_ON_BATCH = "must stay as it is: on_batch may change advantages, call_advantages and weight only"
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -36,7 +38,7 @@ def check_result(operator: Operator, name: str, before: Fixed, result: object) -
     if not isinstance(result, Group):
         raise DataflowError(name, result, f"must give a Group, or the reason for dropping {group_id} as text", MEND)
     where = f"{name} group {group_id}"
-    _check_fixed(where, before, result, "may change rewards, advantages, call_advantages and weight only", MEND)
+    _check_fixed(where, before, result, _ON_GROUP, MEND)
     size = len(result.episode_ids)
     for field, values in (("rewards", result.rewards), ("rewards_per_call", result.rewards_per_call)):
         if len(values) != size:
@@ -56,8 +58,7 @@ def check_result(operator: Operator, name: str, before: Fixed, result: object) -
 
 def check_batch(where: str, before: Fixed, group: Group) -> None:
     """What `on_batch` left of one group. Raises: as `check_result`."""
-    rule = "on_batch may change advantages, call_advantages and weight only"
-    _check_fixed(where, before, group, rule, "change rewards in on_group")
+    _check_fixed(where, before, group, _ON_BATCH, "change rewards in on_group")
     check_credit(where, group, needed=True)
 
 

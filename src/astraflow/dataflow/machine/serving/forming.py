@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import msgspec
@@ -12,6 +13,7 @@ from astraflow.dataflow.machine.records import Entry, QueuedGroup, Rest
 from astraflow.dataflow.machine.serving.pacing import full, trained_again
 from astraflow.dataflow.machine.serving.waiting import NOTHING, size_of
 from astraflow.dataflow.operators.chain import Chain
+from astraflow.errors import DataflowError
 from astraflow.observe.summary import staleness_metrics
 from astraflow.types import Group, Task
 
@@ -124,7 +126,10 @@ def _percentile_99(values: np.ndarray) -> float:
 
 
 def batch_metrics(groups: list[QueuedGroup], version: int, max_staleness: int) -> dict[str, float]:
-    """What the batch is made of; staleness is per trajectory: `version` minus the oldest of its sampled tokens."""
+    """What the batch is made of; staleness is per trajectory: `version` minus the oldest of its sampled tokens.
+
+    Raises: DataflowError: one is not finite, which JSON could not say.
+    """
     entries = [e for g in groups for e in g.entries]
     rewards = np.array([e.part.reward for e in entries], np.float64)
     tokens = np.array([e.part.num_tokens for e in entries], np.float64)
@@ -147,4 +152,10 @@ def batch_metrics(groups: list[QueuedGroup], version: int, max_staleness: int) -
         "batch/episodes": float(len(entries)),
         "batch/trajectories": float(num_rows),
     }
-    return metrics | staleness_metrics(staleness, max_staleness)
+    metrics |= staleness_metrics(staleness, max_staleness)
+    for key, value in metrics.items():
+        if not math.isfinite(value):
+            raise DataflowError(
+                f"batch of step {version + 1} {key}", value, "must be finite", "report this with the run directory"
+            )
+    return metrics
