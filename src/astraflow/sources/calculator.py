@@ -11,7 +11,7 @@ from astraflow.sources.splits import check_row, check_size, check_split, digest,
 OPERATORS = "+-*"
 NUM_PROBLEMS = 10 * 10 * len(OPERATORS)
 NUM_HELDOUT = 60
-SHARE_RIGHT = 0.05  # of the demonstrations; the others call for another problem and so answer wrongly
+SHARE_RIGHT = 0.08  # of the demonstrations; the others call for another problem and so answer wrongly
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -74,7 +74,7 @@ class CalculatorSource:
         return {"text": f"{a}{op}{b}?", "answer": str(_value(a, op, b)), "a": a, "b": b, "op": op}
 
     def fingerprint(self) -> str:
-        return digest("calculator", 3, self._split, self._ops, self._size, self._seed, self._demos)
+        return digest("calculator", 4, self._split, self._ops, self._size, self._seed, self._demos)
 
     def _demo(self, index: int, a: int, op: str, b: int) -> dict[str, Any]:
         """How to call and to answer, not what to call: that is right with probability SHARE_RIGHT, or by luck."""

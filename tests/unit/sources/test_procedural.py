@@ -76,7 +76,7 @@ def test_demonstrations_answer_what_the_tool_said_but_few_call_for_their_own_pro
         assert tool["tool_call_id"] == call["tool_calls"][0]["id"]
         assert answer["content"] == tool["content"].strip("<>") + "."
         called_right += question == called
-    assert 0.04 < called_right / len(demos) < 0.07
+    assert 0.07 < called_right / len(demos) < 0.1
 
 
 def test_source_and_environment_offer_the_same_tool():
