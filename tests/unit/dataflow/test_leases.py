@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from astraflow.dataflow.machine import commands as c
+from astraflow.dataflow.machine.records import EpisodeCommit
+from astraflow.dataflow.views.life import moments_of
 from astraflow.dataflow.views.status import status
 from astraflow.testing.dataflow import Desk, check_law, small_config
 
@@ -119,6 +121,19 @@ def test_an_episode_that_nobody_leased_is_refused(desk: Desk, episode_id: str) -
     (lease,) = desk.lease(1)
     strange = type(lease)(**{f: getattr(lease, f) for f in lease.__struct_fields__} | {"episode_id": episode_id})
     assert desk.commit([strange])[episode_id].startswith("refused: ")
+
+
+@pytest.mark.parametrize("sibling", ["9" * 5000, "00", "٠", "+0", "0 ", "²", ""])
+def test_a_sibling_is_a_number_as_the_service_writes_it(desk: Desk, sibling: str) -> None:
+    (lease,) = desk.lease(1)
+    name = f"{lease.group_id}/{sibling}"
+    commit = c.CommitEpisodes("n", None, [EpisodeCommit(name, lease.attempt, "env: broke", {}, [])])
+    applied = desk.machine.apply(commit, desk.now)
+    assert applied.reply == {name: f"refused: group {lease.group_id} is not in flight"}
+    (moment,) = moments_of(commit, applied, desk.machine)
+    assert moment[:2] == (lease.group_id, "refused") and moment[2]["episode"] == -1
+    assert desk.machine.leases.unwanted("n", [(name, 1)]) == [(name, 1)]
+    assert desk.machine.state.nodes["n"].held == {lease.episode_id: 1}
 
 
 def test_an_episode_with_an_error_is_unscored_and_counted_by_kind(desk: Desk) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.liveness import LONGEST_LEASE
+from astraflow.dataflow.views.life import moments_of
 from astraflow.testing.dataflow import Desk, check_law, policy_section, small_config
 
 ECHO = {"type": "astraflow.testing.stages:EchoStage"}
@@ -163,6 +164,19 @@ def test_a_silent_worker_loses_its_rows_and_comes_too_late() -> None:
     assert all("is over, attempt 2 is held by b" in x for x in late.values())
     assert set(found.stage_add("echo", again, worker="b").values()) == {"accepted"}
     assert queued(found) == 1 and found.machine.state.stages["echo"].num_lost == 2
+    check_law(found.machine)
+
+
+@pytest.mark.parametrize("sibling", ["9" * 5000, "00", "٠"])
+def test_an_entry_is_named_as_the_service_names_it(sibling: str) -> None:
+    found = desk({"echo": ECHO})
+    found.play(2)
+    (entry, attempt), *_ = found.stage_lease("echo", 1)
+    name = f"{entry.rpartition('/')[0]}/{sibling}"
+    command = c.AddColumns("echo", "w", "r", None, [c.EntryColumns(name, attempt, [0])])
+    applied = found.machine.apply(command, found.now)
+    assert applied.reply == {name: f"refused: entry {name} does not wait for stages any more"}
+    assert [m[2]["episode"] for m in moments_of(command, applied, found.machine)] == [-1]
     check_law(found.machine)
 
 

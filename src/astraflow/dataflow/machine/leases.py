@@ -19,7 +19,7 @@ from astraflow.dataflow.machine.admission.gate import Admission
 from astraflow.dataflow.machine.commands import Cancel, CommitEpisodes, Event, Refusal, Wake
 from astraflow.dataflow.machine.evaluation import Evaluation, version_of
 from astraflow.dataflow.machine.plan import Context
-from astraflow.dataflow.machine.records import EpisodeCommit, NodeState, OpenGroup
+from astraflow.dataflow.machine.records import EpisodeCommit, NodeState, OpenGroup, split_id
 from astraflow.types import EpisodeLease, Task, WeightVersion
 from astraflow.wire import messages
 
@@ -71,7 +71,7 @@ class Leases:
         """Those attempts that the node does not hold (any more), except what it has handed in; or 404."""
         held = self.node(node_id).held
         gone = [(e, a) for e, a in playing if held.get(e) != a]
-        return [(e, a) for e, a in gone if self._accepted(*_split(e)) != a]
+        return [(e, a) for e, a in gone if self._accepted(*split_id(e)) != a]
 
     def lease(self, node_id: str, request_id: str, n: int) -> list[EpisodeLease]:
         """Up to `n` episodes; a repeated request gets those of its first time that the node still holds."""
@@ -133,7 +133,7 @@ class Leases:
         return picked
 
     def _lease(self, episode_id: str) -> EpisodeLease:
-        context, (group_id, k) = self._context, _split(episode_id)
+        context, (group_id, k) = self._context, split_id(episode_id)
         group = context.state.groups[group_id]
         if group.purpose == "eval":
             version = version_of(group_id)
@@ -173,7 +173,7 @@ class Leases:
         return results
 
     def _receive(self, node_id: str, episode: EpisodeCommit) -> tuple[OpenGroup | None, str]:
-        state, (group_id, k) = self._context.state, _split(episode.episode_id)
+        state, (group_id, k) = self._context.state, split_id(episode.episode_id)
         group = state.groups.get(group_id)
         if group is None or not 0 <= k < len(group.attempts) or group.results[k] is not None:
             return None, self._late(group_id, k, episode.attempt)
@@ -212,7 +212,7 @@ class Leases:
         """Offer these attempts again; `lost` counts towards workflow.max_attempts. Others than current are ignored."""
         state = self._context.state
         for episode_id, attempt in leases:
-            group_id, k = _split(episode_id)
+            group_id, k = split_id(episode_id)
             group = state.groups.get(group_id)
             if group is None or group.holders[k] is None or group.attempts[k] != attempt:
                 continue
@@ -262,11 +262,6 @@ class Leases:
 def _offer(heap: list[tuple[int, int, str]], group: OpenGroup) -> None:
     for k in range(len(group.attempts)):
         heapq.heappush(heap, (group.seq, k, group.group_id))
-
-
-def _split(episode_id: str) -> tuple[str, int]:
-    group_id, _, k = episode_id.rpartition("/")
-    return group_id, int(k) if k.isdecimal() else -1
 
 
 def _why(group: OpenGroup, k: int, attempt: int, node_id: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from astraflow.config.stages import StagePlan
 from astraflow.dataflow.machine.commands import Expire
 from astraflow.dataflow.machine.plan import Context
+from astraflow.dataflow.machine.records import split_id
 
 LONGEST_LEASE = 10
 """A worker that lives may keep rows this many times `lease_s`, so that one that hangs holds nobody up."""
@@ -131,6 +132,6 @@ class Liveness:
         return [lease for deadline, _, leases in self._deadlines if deadline <= now for lease in leases]
 
     def _held(self, episode_id: str, attempt: int) -> bool:
-        group_id, _, k = episode_id.rpartition("/")
+        group_id, k = split_id(episode_id)
         group = self._context.state.groups.get(group_id)
-        return group is not None and group.holders[int(k)] is not None and group.attempts[int(k)] == attempt
+        return group is not None and group.holders[k] is not None and group.attempts[k] == attempt

@@ -13,11 +13,20 @@ collector (they hold no cycles), which would else walk through all of them again
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
 from astraflow.types import Purpose
+
+_SIBLING = re.compile(r"0|[1-9][0-9]{0,8}")
+
+
+def split_id(name: str) -> tuple[str, int]:
+    """ "<group>/<sibling>" -> group, sibling. -1: not a number as this service writes it, so nothing has this name."""
+    group, _, sibling = name.rpartition("/")
+    return group, int(sibling) if _SIBLING.fullmatch(sibling) else -1
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -22,7 +22,7 @@ from astraflow.dataflow.machine.commands import Happened
 from astraflow.dataflow.machine.evaluation import Evaluation, success_of
 from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.queues import Queues
-from astraflow.dataflow.machine.records import Added, Entry, Failed, OpenGroup, Part, QueuedGroup
+from astraflow.dataflow.machine.records import Added, Entry, Failed, OpenGroup, Part, QueuedGroup, split_id
 from astraflow.dataflow.operators.chain import Chain
 from astraflow.errors import DataflowError, JournalError
 from astraflow.types import Group, Task, Tokens
@@ -119,7 +119,7 @@ class Routing:
             return accounts.failure_reason(error for reward, error in unscored if reward is None), True
 
         def read_tokens() -> list[list[Tokens]]:
-            of_episode = [parts.get(_sibling(i)) for i in seen.episode_ids]
+            of_episode = [parts.get(split_id(i)[1]) for i in seen.episode_ids]
             return [self._context.read_tokens(part) if part is not None else [] for part in of_episode]
 
         try:
@@ -130,10 +130,6 @@ class Routing:
             cause = Failed(type(error).__name__, error.thing, str(error.value), error.rule, error.fix)
             accounts.fail(self._context, cause)
             return "operator_failed", False
-
-
-def _sibling(episode_id: str) -> int:
-    return int(episode_id.rpartition("/")[2])
 
 
 def _entries(

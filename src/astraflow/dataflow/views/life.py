@@ -22,6 +22,7 @@ from typing import Any
 
 from astraflow.dataflow.journal.history import Life, Moment
 from astraflow.dataflow.machine import commands as c
+from astraflow.dataflow.machine.records import split_id
 from astraflow.dataflow.state import Applied, Machine
 
 Found = tuple[str, str, dict[str, Any]]
@@ -46,8 +47,8 @@ def moments_of(command: c.Command, applied: Applied, machine: Machine) -> Iterat
             case c.Happened():
                 yield instruction.group_id, instruction.what, instruction.fields
             case c.Cancel():
-                group_id, _, k = instruction.episode_id.rpartition("/")
-                fields = {"episode": int(k), "attempt": instruction.attempt, "node": instruction.node_id, "why": why}
+                group_id, k = split_id(instruction.episode_id)
+                fields = {"episode": k, "attempt": instruction.attempt, "node": instruction.node_id, "why": why}
                 yield group_id, "lost", fields
             case c.Event(kind="dropped"):
                 fields = {name: instruction.fields[name] for name in ("policy", "reason")}
@@ -61,7 +62,7 @@ def moments_of(command: c.Command, applied: Applied, machine: Machine) -> Iterat
 
 def _leased(command: c.LeaseEpisodes, leases: Iterable[Any], machine: Machine) -> Iterator[Found]:
     for lease in leases:
-        k = int(lease.episode_id.rpartition("/")[2])
+        k = split_id(lease.episode_id)[1]
         if k == 0 and lease.attempt == 1:
             account = machine.state.tasks.get(lease.group_id)
             policies = list(account.open_policies) if account is not None else []
@@ -71,8 +72,8 @@ def _leased(command: c.LeaseEpisodes, leases: Iterable[Any], machine: Machine) -
 
 def _committed(command: c.CommitEpisodes, answers: dict[str, str]) -> Iterator[Found]:
     for episode in command.episodes:
-        group_id, _, k = episode.episode_id.rpartition("/")
-        fields: dict[str, Any] = {"episode": int(k) if k.isdecimal() else -1, "attempt": episode.attempt}
+        group_id, k = split_id(episode.episode_id)
+        fields: dict[str, Any] = {"episode": k, "attempt": episode.attempt}
         fields["node"] = command.node_id
         answer = answers[episode.episode_id]
         if answer != "accepted":
@@ -89,8 +90,8 @@ def _committed(command: c.CommitEpisodes, answers: dict[str, str]) -> Iterator[F
 def _columns(command: c.AddColumns, answers: dict[str, str]) -> Iterator[Found]:
     for entry_id, answer in answers.items():
         policy, _, rest = entry_id.partition("/")
-        group_id, _, k = rest.rpartition("/")
-        fields = {"policy": policy, "stage": command.stage, "episode": int(k) if k.isdecimal() else -1}
+        group_id, k = split_id(rest)
+        fields = {"policy": policy, "stage": command.stage, "episode": k}
         yield group_id, "columns" if answer == "accepted" else "refused", {**fields, "why": answer}
 
 

@@ -35,6 +35,7 @@ from astraflow.dataflow.machine.records import (
     StagedGroup,
     StageState,
     StageWorker,
+    split_id,
 )
 
 _PROBLEM_CHARS = 300
@@ -197,8 +198,8 @@ class Stages:
         self._context.state.stages[stage].num_done += 1
         for other in entry.left:
             if stage in self.plans[other].after:
-                self._offer_if_ready(other, group, _split(given.entry_id)[1])
-        return _split(given.entry_id)[0]
+                self._offer_if_ready(other, group, split_id(given.entry_id)[1])
+        return split_id(given.entry_id)[0]
 
     def _refuse(self, stage: str, bad: list[EntryColumns]) -> None:
         if not bad:
@@ -257,7 +258,7 @@ class Stages:
             self._let_go(stage, entry_id, entry)
             state.num_lost += lost
             entry.losses[stage] = entry.losses.get(stage, 0) + lost
-            self._offer_if_ready(stage, group, _split(entry_id)[1])
+            self._offer_if_ready(stage, group, split_id(entry_id)[1])
             if entry.losses[stage] >= self.plans[stage].max_attempts:
                 worn_out.add(f"{group.policy}/{group.group_id}")
         self._drop(worn_out, lambda group: f"stage_{stage}")
@@ -286,7 +287,7 @@ class Stages:
             return
         state = self._context.state
         for stage in state.stages.values():
-            stage.pending = [x for x in stage.pending if _split(x[2])[0] not in keys]
+            stage.pending = [x for x in stage.pending if split_id(x[2])[0] not in keys]
             heapq.heapify(stage.pending)
         for key in keys:
             group = state.staged.pop(key)
@@ -322,20 +323,14 @@ class Stages:
         self._context.state.stages[stage].workers[entry.holders.pop(stage)].held.pop(entry_id, None)
 
     def _find(self, entry_id: str) -> tuple[StagedGroup, StagedEntry]:
-        key, k = _split(entry_id)
+        key, k = split_id(entry_id)
         group = self._context.state.staged[key]
         return group, group.entries[k]
 
     def _find_or_none(self, entry_id: str) -> tuple[StagedGroup, StagedEntry] | tuple[None, None]:
-        key, k = _split(entry_id)
+        key, k = split_id(entry_id)
         group = self._context.state.staged.get(key)
         return (None, None) if group is None or k not in group.entries else (group, group.entries[k])
-
-
-def _split(entry_id: str) -> tuple[str, int]:
-    """ "<policy>/<group id>/<sibling>" -> key of the group, sibling (-1: there is no number)."""
-    key, _, k = entry_id.rpartition("/")
-    return key, int(k) if k.isdecimal() else -1
 
 
 def _oldest(parts: Iterable[Part]) -> int:
