@@ -104,8 +104,8 @@ def test_calls_are_counted_over_branches_and_by_their_rewards() -> None:
 
 def test_fewer_rewards_than_calls_and_tokens_of_no_call_are_refused_at_the_door() -> None:
     with pytest.raises(SchemaError, match=r"column rewards_per_call=1 must be one per call \(row 0 has 2 calls\)"):
-        calls_of(by_calls([0, 1], (0.5,)))
-    lost = by_calls([0, 1, 1])
-    lost.call_index[1] = -1
+        calls_of(by_calls([-1, 0, 1], (0.5,)))
+    lost = by_calls([-1, 0, 1, 1])
+    lost.call_index[2] = -1
     with pytest.raises(SchemaError, match="column call_index=-1 must be >= 0 where loss_mask is true"):
         calls_of(lost)

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from astraflow.dataflow.machine.records import EpisodeCommit, Part, Put
+from astraflow.dataflow.storage.commits.branches import check_branches
 from astraflow.dataflow.storage.commits.owners import check_owners, refuse_empty
 from astraflow.dataflow.storage.commits.token_facts import token_facts
 from astraflow.errors import SchemaError
@@ -40,7 +41,9 @@ def row_facts(header: EpisodesHeader, table: pa.Table, policies: Collection[str]
     names = check_owners(header, rows, policies)
     lengths = list_lengths(rows.column("token_ids"))
     refuse_empty(header, lengths)
-    counts, oldest, newest, calls = token_facts(rows, lengths)
+    counts, oldest, newest, calls, first_sampled = token_facts(rows, lengths)
+    check_branches(header, rows, names, lengths)
+    _check_context(rows, first_sampled)
     rewards_per_call = _rewards_per_call(rows)
     if rewards_per_call:
         _check_per_call(header, names, calls.tolist(), rewards_per_call)
@@ -49,6 +52,17 @@ def row_facts(header: EpisodesHeader, table: pa.Table, policies: Collection[str]
     truncated = rows.column("truncated").to_pylist()
     columns = [x.tolist() for x in (counts, oldest, newest, calls, rewards, scored)]
     return RowFacts(list(zip(names, *columns, truncated, strict=True)), rewards_per_call)
+
+
+def _check_context(rows: pa.RecordBatch, first_sampled: np.ndarray) -> None:
+    """What was sampled has something before it."""
+    if first_sampled.any():
+        wrong = (first_sampled > 0) & (rows.column("fork_at").to_numpy() == 0)
+        if wrong.any():
+            raise SchemaError(
+                "column loss_mask", True, f"marks a first token that has no context (row {int(np.argmax(wrong))})",
+                "sample after a prompt, and send it",
+            )  # fmt: skip
 
 
 def _one_batch(table: pa.Table) -> pa.RecordBatch:

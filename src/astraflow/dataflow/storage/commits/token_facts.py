@@ -20,6 +20,7 @@ class _Block(NamedTuple):
     first: int  # number of the first one
     lengths: np.ndarray  # [rows]
     mask: np.ndarray  # [tokens], as all below
+    ids: np.ndarray
     versions: np.ndarray
     logprobs: np.ndarray
     calls: np.ndarray
@@ -30,31 +31,32 @@ class _Block(NamedTuple):
 
 
 def token_facts(rows: pa.RecordBatch, lengths: np.ndarray) -> list[np.ndarray]:
-    """Per row: sampled tokens, oldest and newest version among them (-1: none), and calls that sampled one up to the
-    last (0: none did).
+    """Per row: sampled tokens, oldest and newest version among them (-1: none), calls that sampled one up to the last
+    (0: none did), and whether its first own token was sampled.
 
-    Raises: SchemaError: a sampled token without a version, with a logprob that is not a number, or of no call although
-    the request has episodes of several calls.
+    Raises: SchemaError: a negative token; a sampled one without a version, with a logprob that is not a number, or of
+    no call although the request has episodes of several calls.
     """
     calls = flat_values(rows.column("call_index"))
     several = len(calls) > 0 and calls.max() > 0  # one call each: the common case needs no more passes
     found = [_block_facts(block, several) for block in _blocks(rows, lengths, calls)]
     if len(found) == 1:
         return found[0]
-    return [np.concatenate(parts) for parts in zip(*found, strict=True)] if found else [np.empty(0, np.int64)] * 4
+    return [np.concatenate(parts) for parts in zip(*found, strict=True)] if found else [np.empty(0, np.int64)] * 5
 
 
 def _blocks(rows: pa.RecordBatch, lengths: np.ndarray, calls: np.ndarray) -> Iterator[_Block]:
     """Blocks of so many tokens that what is computed of one stays in the cache."""
     mask = rows.column("loss_mask").flatten()
-    versions, logprobs = (flat_values(rows.column(name)) for name in ("versions", "behavior_logprobs"))
+    ids, versions, logprobs = (flat_values(rows.column(n)) for n in ("token_ids", "versions", "behavior_logprobs"))
     ends = np.cumsum(lengths)
     a = start = 0
     while a < len(lengths):
         b = max(a + 1, int(np.searchsorted(ends, start + _BLOCK_TOKENS, "right")))
         end = int(ends[b - 1])
         own = slice(start, end)
-        yield _Block(a, lengths[a:b], unpack_bools(mask, start, end), versions[own], logprobs[own], calls[own])
+        sampled = unpack_bools(mask, start, end)
+        yield _Block(a, lengths[a:b], sampled, ids[own], versions[own], logprobs[own], calls[own])
         a, start = b, end
 
 
@@ -64,8 +66,14 @@ def _block_facts(block: _Block, several: bool) -> list[np.ndarray]:
         return [
             np.zeros(len(lengths), np.int64),
             *(np.full(len(lengths), -1) for _ in range(2)),
-            np.zeros(len(lengths), np.int64),
+            *(np.zeros(len(lengths), np.int64) for _ in range(2)),
         ]
+    if block.ids.min() < 0:
+        entry = int(np.argmax(block.ids < 0))
+        raise SchemaError(
+            "column token_ids", int(block.ids[entry]), f"must be >= 0 (row {block.row_of(entry)})",
+            "send the ids that the model was given and sampled",
+        )  # fmt: skip
     versions = _where_sampled("versions", block.versions, block)
     if not (finite := np.isfinite(block.logprobs)).all():
         entry = int(np.argmin(finite))
@@ -86,7 +94,7 @@ def _block_facts(block: _Block, several: bool) -> list[np.ndarray]:
         num_calls = counts > 0
     return [
         _spread(x, filled, len(lengths), empty)
-        for x, empty in ((counts, 0), (oldest, -1), (newest, -1), (num_calls, 0))
+        for x, empty in ((counts, 0), (oldest, -1), (newest, -1), (num_calls, 0), (mask[starts], 0))
     ]
 
 
