@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from astraflow.cli.run import open_run
 from astraflow.config.env import child_environment
 from astraflow.config.recipes import recipe_names
-from astraflow.launch.claim import claim
-from astraflow.launch.report import write_report
-from astraflow.launch.supervisor import Supervisor
-from astraflow.observe.console import progress_display
-from astraflow.observe.jsonl import read_jsonl
 from astraflow.observe.summary import law_holds
 from astraflow.testing.forked import popen
 from astraflow.testing.runs import astraflow_command
@@ -41,15 +35,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_of_a_data_algorithm_trains(name: str, model: Path, tmp_path: Path) -> None:
-    config = open_run(name, [*SMALL, f"--policies.actor.model={model}", f"--run.directory={tmp_path}"])
-    with claim(config, resume=False) as directory, progress_display(name, 2) as progress:
-        assert Supervisor(config, directory, os.cpu_count() or 1, progress, popen=popen).run()
-    steps = [row for row in read_jsonl(directory.metrics) if row["kind"] == "step"]
-    assert [row["step"] for row in steps] == [1, 2]
-    assert all(row["tokens/sampled"] > 0 for row in steps)
-    summary = json.loads((write_report(directory.path, progress.status) / "summary.json").read_text())
-    assert law_holds(summary["accounting"])
+def test_a_recipe_of_a_data_algorithm_trains(name: str, model: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+    ended = run(tmp_path, name, *SMALL, f"--policies.actor.model={model}")
+    assert ended.code == 0, ended.words()
+    assert [row["step"] for row in ended.steps()] == [1, 2]
+    assert all(row["tokens/sampled"] > 0 for row in ended.steps())
+    assert law_holds(ended.summary()["accounting"])
 
 
 def test_recipes_of_data_algorithms_are_short() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,12 +59,12 @@ def test_every_process_is_replaced_when_it_is_killed(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_cleanly_with_a_checkpoint_and_resume_goes_on(tmp_path: Path) -> None:
-    words = ["--run.steps=60", "--rollout.nodes.0.delay_s=0.1"]  # slow enough to be interrupted
+    words = ["--run.steps=30", "--rollout.nodes.0.delay_s=0.1"]  # slow enough to be interrupted
     with started(tmp_path, *words) as run:
         run.wait_for_step(3)
         run.interrupt()
         assert run.wait(60) == 130, run.words()
-        assert len(run.metrics()) < 60
+        assert len(run.metrics()) < 30
         reached = run.metrics()[-1]["step"]
         assert "--resume" in run.output.read_text()
     (newest,) = sorted((run.directory / "checkpoints" / "actor").glob(f"step-{reached:06d}"))
@@ -72,7 +73,7 @@ def test_ctrl_c_ends_cleanly_with_a_checkpoint_and_resume_goes_on(tmp_path: Path
     with started(tmp_path, "--resume", *words) as again:
         assert again.wait(120) == 0, again.words()
     steps = [row["step"] for row in again.metrics() if row["kind"] == "step"]
-    assert steps == list(range(1, 61))  # each step once, over both lives
+    assert steps == list(range(1, 31))  # each step once, over both lives
 
 
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
@@ -85,22 +86,32 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
         wait_until(lambda: not any(_alive(pid) for pid in pids), "the end of all children", 20)
 
 
+BROKEN_IN_A_WORKER = """
+import sys
+
+if 'astraflow.cli' not in sys.modules:
+    raise OSError('no such tool server')
+
+def solve(task, llm):
+    return 0.0
+"""
+
+
 def test_a_run_that_cannot_work_says_which_process_died_of_what(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    lines = ["import sys", "if 'astraflow.rollout' in sys.modules:", "    raise OSError('no such tool server')"]
-    (tmp_path / "broken.py").write_text("\n".join([*lines, "def solve(task, llm):", "    return 0.0", ""]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "broken.py").write_text(BROKEN_IN_A_WORKER)
     text = (Path(__file__).parents[2] / "recipes" / "quickstart.toml").read_text()
     recipe = tmp_path / "broken.toml"
     recipe.write_text(
         text.replace('type = "tool_use"\nenvironment = "calculator"\nmax_turns = 2', 'type = "broken:solve"')
     )
-    with started(tmp_path, "--run.steps=2", recipe=str(recipe)) as run:
-        assert run.wait(120) != 0
-    words = run.output.read_text()
-    assert "node-node0 died 6 times" in words and "no such tool server" in words
-    assert "Traceback" not in words.split("its last lines")[0]
+    ended = run(tmp_path, str(recipe), "--run.steps=2", *SMALL)
+    assert ended.code == 1
+    assert "node-node0 died 6 times" in ended.output and "no such tool server" in ended.output
+    assert "Traceback" not in ended.output.split("its last lines")[0]
 
 
 def test_a_used_port_is_one_sentence(tmp_path: Path) -> None:
@@ -145,20 +156,20 @@ def test_trackers_get_the_rows_of_steps_and_rounds(tmp_path: Path, monkeypatch: 
         assert {step: value for found, value, step in sent if found == name} == wanted and list(wanted) == steps
 
 
-def test_the_same_start_twice_is_one_run(tmp_path: Path) -> None:
-    words = ["--or-resume", "--run.steps=1", "--policies.actor.optimizer.lr=0.25"]
-    with started(tmp_path, *words) as run:
-        assert run.wait(120) == 0, run.words()
-    rows, log = run.metrics(), (run.directory / "logs" / "dataflow.log").read_text()
-    with started(tmp_path, *words) as again:
-        assert again.wait(60) == 0, again.words()
-    assert "is finished, all 1 steps are made" in again.output.read_text() and "--run.name=run-2" in again.words()
-    assert again.metrics() == rows
-    assert (run.directory / "logs" / "dataflow.log").read_text() == log, "no process was started"
-    with started(tmp_path, "--or-resume", "--run.steps=2", words[-1]) as more:
-        assert more.wait(120) == 0, more.words()
-    assert more.metrics()[-1]["step"] == 2
-    saved = json.loads((run.directory / "run.resolved.json").read_text())
+def test_the_same_start_twice_is_one_run(tmp_path: Path, run: Callable[..., Any]) -> None:
+    words = ["quickstart", *SMALL, "--or-resume", "--policies.actor.optimizer.lr=0.25"]
+    first = run(tmp_path, *words, "--run.steps=1")
+    assert first.code == 0, first.words()
+    rows, log = first.steps(), (first.directory / "logs" / "dataflow.log").read_text()
+    again = run(tmp_path, *words, "--run.steps=1")
+    assert again.code == 0, again.words()
+    assert "is finished, all 1 steps are made" in again.output and "--run.name=run-2" in again.output
+    assert again.steps() == rows
+    assert (first.directory / "logs" / "dataflow.log").read_text() == log, "no process was started"
+    more = run(tmp_path, *words, "--run.steps=2")
+    assert more.code == 0, more.words()
+    assert [row["step"] for row in more.steps()] == [1, 2]
+    saved = json.loads((first.directory / "run.resolved.json").read_text())
     assert saved["policies"]["actor"]["optimizer"]["lr"] == 0.25
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +88,13 @@ def test_a_finished_run_goes_on_when_it_gets_more_steps(finished: LaunchedRun) -
     assert _law_holds(run.summary()["accounting"])
 
 
-def test_without_staleness_every_token_is_of_the_newest_version(tmp_path: Path) -> None:
-    words = ("--policies.actor.batch.max_staleness=0", "--run.steps=6", *SMALL)
-    run = LaunchedRun.start(tmp_path, "quickstart", *words)
-    try:
-        _finish(run)
-        rows = _steps(run)
-        assert [row["step"] for row in rows] == list(range(1, 7))
-        assert all(row["staleness/max"] == 0 and row["staleness/fresh_tokens"] == 1.0 for row in rows)
-        assert "stale" not in run.summary()["accounting"]["dropped"]
-    finally:
-        run.end()
+def test_without_staleness_every_token_is_of_the_newest_version(tmp_path: Path, run: Callable[..., Any]) -> None:
+    ended = run(tmp_path, "quickstart", "--policies.actor.batch.max_staleness=0", "--run.steps=6", *SMALL)
+    assert ended.code == 0, ended.words()
+    rows = ended.steps()
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert all(row["staleness/max"] == 0 and row["staleness/fresh_tokens"] == 1.0 for row in rows)
+    assert "stale" not in ended.summary()["accounting"]["dropped"]
 
 
 def test_eight_data_services_start_at_once_without_a_clash(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from astraflow.dataflow.machine.queues import batch_id
 from astraflow.dataflow.machine.records import Batch, PolicyState
 from astraflow.dataflow.shell import Shell
 from astraflow.dataflow.storage.batches import batch_rows, rows_table
-from astraflow.dataflow.storage.commits.rows import episode_commits, row_facts
+from astraflow.dataflow.storage.commits.rows import Known, episode_commits, row_facts
 from astraflow.dataflow.storage.segments import DamagedRows
 from astraflow.dataflow.storage.shared import share_batch, worth_sharing
 from astraflow.dataflow.views.status import journal_status, prometheus_text, status
@@ -121,6 +121,7 @@ class _Endpoints:
             self._machine.live.hear_node(body.node_id, self._shell.now())
             if body.n > 0 and (leases.available or node.last_request == body.request_id):
                 given = await self._shell.submit(c.LeaseEpisodes(body.node_id, body.request_id, body.n))
+                check_alive(self._shell)  # the command itself may have ended the run: nobody would wake this request
                 if not given and leases.available and not self._machine.finished:
                     continue  # one command looks at so many rows and no more: go on where it stopped
             if given or self._machine.finished or not await wait_for(self._shell, "leases", deadline):
@@ -130,7 +131,7 @@ class _Endpoints:
     async def commit(self, request: Request) -> Response:
         with await read_stream_body(request) as body:
             header, table = read_stream(body.view, m.EpisodesHeader)
-            facts = row_facts(header, table, self._machine.state.policies)
+            facts = row_facts(header, table, Known(self._machine.leases.newest()))
             put = self._shell.segments.store(body) if table.num_rows else None  # no await until it is submitted
         command = c.CommitEpisodes(header.node_id, put, episode_commits(header, facts, put))
         return json_reply(m.EpisodesReply(await self._shell.submit(command)))
@@ -205,7 +206,7 @@ class _Endpoints:
             "run_id": shell.run_id,
             "metrics_rows_waiting": shell.metrics.num_waiting,
             "refused": dict(self._refused.counts),
-            "journal": journal_status(shell.journal, shell.compaction),
+            "journal": journal_status(shell.journal, shell.compaction, self._machine.state.voids),
         }
         return json_reply({**head, **status(self._machine, shell.now())})
 

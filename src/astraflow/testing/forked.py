@@ -99,6 +99,7 @@ def _main(words: list[str], log: str, env: dict[str, str], cwd: str, told: Any) 
         os.dup2(out.fileno(), 2)
     told.close()
     become(env)
+    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     os.chdir(cwd)
     if "--parent" in words:  # whoever forked is the parent, and ends with whoever asked it to fork
         words[words.index("--parent") + 1] = str(os.getppid())

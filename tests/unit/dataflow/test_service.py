@@ -422,11 +422,13 @@ def test_a_request_goes_on_over_as_many_commands_as_the_rows_need(serve: Serve) 
 
 def test_nothing_to_train_on_is_the_answer_to_everybody(serve: Serve) -> None:
     curriculum = {"type": "curriculum", "by": "question", "levels": ["none", *(f"q{i}" for i in range(10))]}
-    service = serve(small_config(sources__train={"type": "sums", "operators": [curriculum]}))
+    slow = {"dataflow__dead_after_s": 60.0}  # nothing else happens that would wake the request
+    service = serve(small_config(sources__train={"type": "sums", "operators": [curriculum]}, **slow))
     client = service.start()
-    with pytest.raises(WireError, match=r"sources\.train\.operators=curriculum let no task through"):
-        client.lease("n", 1, wait_s=20)
-        client.lease("n", 1, wait_s=20)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(client.lease, "n", 1, wait_s=30)
+        with pytest.raises(WireError, match=r"sources\.train\.operators=curriculum let no task through"):
+            waiting.result(10)
     assert client.status()["failure"]["kind"] == "NothingToTrainOn"
 
 
