@@ -220,3 +220,13 @@ def test_a_lease_held_over_a_restart_still_runs_out() -> None:
         desk.machine.live.hear_node("n", desk.now)
     expire = desk.pass_time(0.0)
     assert expire is not None and expire.leases == [(lease.episode_id, 1)] and not expire.nodes
+
+
+def test_a_node_can_have_one_version_more_while_a_step_is_trained(desk: Desk) -> None:
+    assert desk.machine.leases.newest() == {"actor": 0}
+    desk.play(4)
+    assert desk.machine.leases.newest() == {"actor": 0}
+    desk.take(0)
+    assert desk.machine.leases.newest() == {"actor": 1}  # published before it is acknowledged
+    desk.ack(1)
+    assert desk.machine.leases.newest() == {"actor": 1}

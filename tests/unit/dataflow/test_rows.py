@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from astraflow.dataflow.machine.records import Batch, Entry, Put, QueuedGroup
 from astraflow.dataflow.storage.batches import batch_table
-from astraflow.dataflow.storage.commits.rows import episode_commits, row_facts
+from astraflow.dataflow.storage.commits.rows import Known, episode_commits, row_facts
 from astraflow.errors import SchemaError
 from astraflow.models.scoring.packing import pack_rows, rows_from_table
 from astraflow.testing.dataflow import episode, trajectory
@@ -26,7 +26,7 @@ from astraflow.wire.codec import (
 from astraflow.wire.episodes import encode_episodes
 from astraflow.wire.messages import EpisodesHeader
 
-POLICIES = ("actor", "verifier")
+KNOWN = Known({"actor": 50, "verifier": 50})
 PUT = Put(1, 64, 100)
 
 
@@ -51,7 +51,7 @@ def test_each_policy_of_an_episode_becomes_one_part() -> None:
         trajectory(0.5, 4, branch=1, tokens=2),
     )  # fmt: skip
     header, table = sent(episode(lease(), "n", error="x: y"), with_trajectories(*rows, k=1))
-    failed, good = episode_commits(header, row_facts(header, table, POLICIES), PUT)
+    failed, good = episode_commits(header, row_facts(header, table, KNOWN), PUT)
     assert failed.error == "x: y" and failed.parts == []
     actor, verifier = good.parts
     assert (actor.rows, actor.min_versions, actor.max_version, actor.num_tokens) == ([0, 2], [3, 4], 4, 5)
@@ -61,7 +61,7 @@ def test_each_policy_of_an_episode_becomes_one_part() -> None:
 
 def test_unscored_and_not_a_number_are_the_same() -> None:
     header, table = sent(with_trajectories(trajectory(None)), with_trajectories(trajectory(float("nan")), k=1))
-    commits = episode_commits(header, row_facts(header, table, POLICIES), PUT)
+    commits = episode_commits(header, row_facts(header, table, KNOWN), PUT)
     assert [c.parts[0].reward for c in commits] == [None, None]
 
 
@@ -69,7 +69,7 @@ def test_rows_without_tokens_or_without_sampled_tokens_have_no_version() -> None
     given = trajectory(1.0, tokens=1)
     empty = trajectory(1.0, tokens=0, branch=1)
     header, table = sent(with_trajectories(empty, given, trajectory(1.0, 2, branch=2)), with_trajectories(given, k=1))
-    first, second = episode_commits(header, row_facts(header, table, POLICIES), PUT)
+    first, second = episode_commits(header, row_facts(header, table, KNOWN), PUT)
     assert first.parts[0].min_versions == [-1, -1, 2] and first.parts[0].min_version == 2
     assert second.parts[0].max_version == -1
 
@@ -78,7 +78,7 @@ def test_mixed_versions_within_a_trajectory_give_oldest_and_newest() -> None:
     mixed = trajectory(1.0, 3, tokens=4)
     mixed.versions[2] = 1
     header, table = sent(with_trajectories(mixed))
-    (commit,) = episode_commits(header, row_facts(header, table, POLICIES), PUT)
+    (commit,) = episode_commits(header, row_facts(header, table, KNOWN), PUT)
     assert (commit.parts[0].min_version, commit.parts[0].max_version) == (1, 3)
 
 
@@ -93,25 +93,25 @@ def many_rows() -> tuple[EpisodesHeader, pa.Table]:
 @pytest.mark.parametrize("size", [1, 3, 9, 11, 40])
 def test_the_size_of_a_block_does_not_matter(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     header, table = many_rows()
-    whole = row_facts(header, table, POLICIES)
+    whole = row_facts(header, table, KNOWN)
     monkeypatch.setattr("astraflow.dataflow.storage.commits.token_facts._BLOCK_TOKENS", size)
-    assert row_facts(header, table, POLICIES) == whole
+    assert row_facts(header, table, KNOWN) == whole
     broken = trajectory(1.0, tokens=6)
     broken.behavior_logprobs[4] = np.inf
     header, table = sent(
         *(with_trajectories(trajectory(1.0, tokens=4), k=k) for k in range(3)), with_trajectories(broken, k=3)
     )
     with pytest.raises(SchemaError, match=r"behavior_logprobs=inf must be finite \(row 3\)"):
-        row_facts(header, table, POLICIES)
+        row_facts(header, table, KNOWN)
 
 
 def test_rows_may_come_as_several_record_batches_or_as_none() -> None:
     header, table = many_rows()
     parts = pa.concat_tables([table.slice(0, 4), table.slice(4, 0), table.slice(4)])
-    assert row_facts(header, parts, POLICIES) == row_facts(header, table, POLICIES)
+    assert row_facts(header, parts, KNOWN) == row_facts(header, table, KNOWN)
     header, table = sent(episode(lease(), "n", error="x: y"))
     none = pa.Table.from_batches([], schema=table.schema)
-    assert row_facts(header, none, POLICIES) == row_facts(header, table, POLICIES) == ([], {})
+    assert row_facts(header, none, KNOWN) == row_facts(header, table, KNOWN) == ([], {})
 
 
 def test_a_null_is_refused_and_its_row_named() -> None:
@@ -119,7 +119,7 @@ def test_a_null_is_refused_and_its_row_named() -> None:
     ids = pa.array([[1, 2, 3, 4], [1, None, 3, 4], [1, 2, 3, 4]], pa.list_(pa.int32()))
     at = table.schema.get_field_index("token_ids")
     with pytest.raises(SchemaError, match=r"column token_ids=null must not be null \(row 1\)"):
-        row_facts(header, table.set_column(at, table.schema.field(at), ids), POLICIES)
+        row_facts(header, table.set_column(at, table.schema.field(at), ids), KNOWN)
 
 
 def broken(column: str) -> tuple[EpisodesHeader, pa.Table]:
@@ -145,13 +145,13 @@ def broken(column: str) -> tuple[EpisodesHeader, pa.Table]:
 def test_rows_that_break_the_contract_are_refused_by_column(column: str) -> None:
     header, table = broken(column)
     with pytest.raises(SchemaError, match=column):
-        row_facts(header, table, POLICIES)
+        row_facts(header, table, KNOWN)
 
 
 def test_an_episode_named_twice_is_refused() -> None:
     header, table = sent(with_trajectories(trajectory(1.0)), with_trajectories(trajectory(0.0)))
     with pytest.raises(SchemaError, match="once"):
-        row_facts(header, table, POLICIES)
+        row_facts(header, table, KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_batch_has_exactly_the_rows_of_its_groups_with_their_advantage_per_tok
         header, table = sent(*(with_trajectories(row, k=k) for k, row in enumerate(rows)))
         put = Put(1, 64 * number, 64)
         bodies[put.key] = (put, write_stream(header, table))
-        for k, commit in enumerate(episode_commits(header, row_facts(header, table, POLICIES), put)):
+        for k, commit in enumerate(episode_commits(header, row_facts(header, table, KNOWN), put)):
             parts[number, k] = commit.parts[0]
     groups = [QueuedGroup(f"g{i}", 0.5 + i, 0, [Entry(parts[at], float(i), 0.0)]) for i, at in enumerate(order)]
     puts = {key: put for key, (put, _) in bodies.items()}
@@ -181,12 +181,29 @@ def test_a_batch_has_exactly_the_rows_of_its_groups_with_their_advantage_per_tok
         assert row["weight"] == 0.5 + i and row["episode_id"] == f"train/0/5/{k // 10}"
 
 
-def test_what_lies_in_versions_of_given_tokens_does_not_matter() -> None:
-    row, clean = trajectory(1.0, 3, tokens=6), trajectory(1.0, 3, tokens=6)
-    row.versions[0], row.call_index[0] = 1, 5  # of the given token
-    facts = [row_facts(*sent(with_trajectories(x)), POLICIES).rows[0] for x in (row, clean)]
-    assert facts[0] == facts[1]
-    assert facts[0][1:4] == (5, 3, 3)
+@pytest.mark.parametrize(
+    ("column", "token", "value", "problem"),
+    [
+        ("versions", 0, 1, r"versions=1 must be -1 where loss_mask is false \(row 1\)"),
+        ("versions", 2, -1, r"versions=-1 must be >= 0 where loss_mask is true \(row 1\)"),
+        ("versions", 3, 51, r"versions=51 must be at most 50, the newest version of actor \(row 1\)"),
+        ("call_index", 0, 5, r"call_index=5 must be -1 where loss_mask is false \(row 1\)"),
+    ],
+)
+def test_versions_are_those_that_sampled(column: str, token: int, value: int, problem: str) -> None:
+    row = trajectory(1.0, 3, tokens=6)
+    getattr(row, column)[token] = value
+    header, table = sent(with_trajectories(trajectory(1.0)), with_trajectories(row, k=1))
+    with pytest.raises(SchemaError, match="column " + problem):
+        row_facts(header, table, KNOWN)
+
+
+def test_each_policy_has_a_newest_version_of_its_own() -> None:
+    rows = [trajectory(1.0, 2), trajectory(1.0, 5, policy="verifier")]
+    header, table = sent(with_trajectories(*rows))
+    assert len(row_facts(header, table, Known({"actor": 2, "verifier": 5})).rows) == 2
+    with pytest.raises(SchemaError, match=r"versions=5 must be at most 4, the newest version of verifier \(row 1\)"):
+        row_facts(header, table, Known({"actor": 9, "verifier": 4}))
 
 
 def per_call(rewards: tuple[float, ...], calls: int, branch: int = 0, policy: str = "actor") -> Trajectory:
@@ -207,7 +224,7 @@ def per_call(rewards: tuple[float, ...], calls: int, branch: int = 0, policy: st
 def test_rewards_per_call_are_those_of_all_branches(rows: list[Trajectory], problem: str) -> None:
     header, table = sent(with_trajectories(*rows))
     with pytest.raises(SchemaError, match="column rewards_per_call" + problem):
-        row_facts(header, table, POLICIES)
+        row_facts(header, table, KNOWN)
 
 
 def test_each_policy_and_episode_has_rewards_per_call_of_its_own() -> None:
@@ -215,7 +232,7 @@ def test_each_policy_and_episode_has_rewards_per_call_of_its_own() -> None:
         per_call((0.5, 1.0), 2), per_call((0.25,), 1, policy="verifier"), per_call((0.5, 1.0), 1, branch=1)
     ]  # fmt: skip
     header, table = sent(with_trajectories(*good), with_trajectories(per_call((), 3), k=1))
-    first, second = episode_commits(header, row_facts(header, table, POLICIES), PUT)
+    first, second = episode_commits(header, row_facts(header, table, KNOWN), PUT)
     assert [(p.rewards_per_call, p.num_calls) for p in first.parts] == [((0.5, 1.0), 2), ((0.25,), 1)]
     assert [(p.rewards_per_call, p.num_calls) for p in second.parts] == [((), 3)]
 
@@ -244,13 +261,13 @@ def branch(number: int, parent: int = -1, fork_at: int = 0, policy: str = "actor
 def test_branches_that_are_no_tree_are_refused(rows: list[Trajectory], problem: str) -> None:
     header, table = sent(with_trajectories(trajectory(1.0)), with_trajectories(*rows, k=1))
     with pytest.raises(SchemaError, match="column " + problem):
-        row_facts(header, table, POLICIES)
+        row_facts(header, table, KNOWN)
 
 
 def test_trees_may_come_in_any_order_and_each_policy_has_its_own() -> None:
     rows = [branch(2, 1, 6), branch(1, 0, 2), branch(0), branch(9), branch(0, policy="verifier"), branch(3, 2, 10)]
     header, table = sent(with_trajectories(*rows), with_trajectories(branch(0), k=1))
-    assert len(row_facts(header, table, POLICIES).rows) == 7
+    assert len(row_facts(header, table, KNOWN).rows) == 7
     rows_from_table(training_rows(table))  # the trainer agrees
 
 
@@ -259,7 +276,7 @@ def test_trees_may_come_in_any_order_and_each_policy_has_its_own() -> None:
 def test_the_door_and_the_trainer_agree_on_trees(made: list[tuple[int, int, int]]) -> None:
     header, table = sent(with_trajectories(*(branch(*x) for x in made)))
     try:
-        row_facts(header, table, POLICIES)
+        row_facts(header, table, KNOWN)
     except SchemaError:
         return
     assert pack_rows(rows_from_table(training_rows(table)), 64)
@@ -278,7 +295,7 @@ def test_tokens_that_no_model_has_and_samples_without_a_context_are_refused() ->
     for row, problem in ((negative, r"token_ids=-5 must be >= 0 \(row 1\)"), (bare, r"loss_mask=True .*\(row 1\)")):
         header, table = sent(with_trajectories(trajectory(1.0)), with_trajectories(row, k=1))
         with pytest.raises(SchemaError, match="column " + problem):
-            row_facts(header, table, POLICIES)
+            row_facts(header, table, KNOWN)
     fork = replace(bare, branch=1, parent_branch=0, fork_at=2)
     header, table = sent(with_trajectories(trajectory(1.0), fork))
-    assert row_facts(header, table, POLICIES).rows[1][1] == 4
+    assert row_facts(header, table, KNOWN).rows[1][1] == 4

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from astraflow.dataflow.machine.records import Added, Batch, Entry, Part, Put, QueuedGroup
 from astraflow.dataflow.storage.balance import partition, share
 from astraflow.dataflow.storage.batches import BatchRows, batch_rows, batch_table, rows_table
-from astraflow.dataflow.storage.commits.rows import episode_commits, row_facts
+from astraflow.dataflow.storage.commits.rows import Known, episode_commits, row_facts
 from astraflow.testing.dataflow import episode, trajectory
 from astraflow.types import EpisodeLease, Task
 from astraflow.wire.codec import TRAINING_SCHEMA, read_stream, write_stream
@@ -52,7 +52,7 @@ class Store:
             played.append(episode(lease, "n", trajectories=rows))
         header, table = read_stream(write_stream(*encode_episodes(played, "n")), EpisodesHeader)
         put = self.add(write_stream(header, table))
-        return [c.parts[0] for c in episode_commits(header, row_facts(header, table, ("actor",)), put)]
+        return [c.parts[0] for c in episode_commits(header, row_facts(header, table, Known({"actor": 0})), put)]
 
     def columns(self, **columns: pa.Array) -> int:
         """What a stage added; the key of the put."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow.dataflow.machine.records import Put
-from astraflow.dataflow.storage.commits.rows import episode_commits, row_facts
+from astraflow.dataflow.storage.commits.rows import Known, episode_commits, row_facts
 from astraflow.dataflow.storage.tokens import TokenReader, token_advantages
 from astraflow.errors import DataflowError, SchemaError
 from astraflow.testing.dataflow import episode, trajectory
@@ -91,7 +91,7 @@ def test_a_token_of_a_call_without_an_advantage_is_an_error() -> None:
 
 def calls_of(*rows: Trajectory) -> int:
     header, table = read_stream(body(*rows), EpisodesHeader)
-    (commit,) = episode_commits(header, row_facts(header, table, ["actor"]), Put(1, 0, 1))
+    (commit,) = episode_commits(header, row_facts(header, table, Known({"actor": 4})), Put(1, 0, 1))
     return commit.parts[0].num_calls
 
 

@@ -60,6 +60,12 @@ class Leases:
         """The newest version of every policy."""
         return {n: WeightVersion(n, p.latest, p.urls) for n, p in self._context.state.policies.items()}
 
+    def newest(self) -> dict[str, int]:
+        """The newest version of every policy that a node can have: one more while a step is trained, as it is published
+        before it is acknowledged."""
+        policies = self._context.state.policies
+        return {name: p.latest + (p.latest + 1 in p.batches) for name, p in policies.items()}
+
     def node(self, node_id: str) -> NodeState:
         """The node, or 404."""
         node = self._context.state.nodes.get(node_id)

@@ -6,7 +6,7 @@ No per-token Python, and as few passes over the tokens as possible: this runs in
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -31,17 +31,25 @@ class RowFacts(NamedTuple):
     rewards_per_call: dict[int, tuple[float, ...]]  # by row; absent: none given
 
 
-def row_facts(header: EpisodesHeader, table: pa.Table, policies: Collection[str]) -> RowFacts:
+class Known(NamedTuple):
+    """What the run knows of what may come."""
+
+    newest: Mapping[str, int]  # policy -> newest weight version that anybody can have
+
+
+def row_facts(header: EpisodesHeader, table: pa.Table, known: Known) -> RowFacts:
     """Check the rows of one request and read off what matters.
 
-    Raises: SchemaError: columns of another type or length, rows that do not fit the header, an unknown policy.
+    Raises: SchemaError: columns of another type or length, rows that do not fit the header, an unknown policy, what no
+    node that keeps the rules of docs/protocol.md sends.
     """
     rows = _one_batch(table)
     check_schema(rows, TRAJECTORY_SCHEMA)
-    names = check_owners(header, rows, policies)
+    names = check_owners(header, rows, known.newest)
     lengths = list_lengths(rows.column("token_ids"))
     refuse_empty(header, lengths)
     counts, oldest, newest, calls, first_sampled = token_facts(rows, lengths)
+    _check_versions(names, newest, known.newest)
     check_branches(header, rows, names, lengths)
     _check_context(rows, first_sampled)
     rewards_per_call = _rewards_per_call(rows)
@@ -52,6 +60,18 @@ def row_facts(header: EpisodesHeader, table: pa.Table, policies: Collection[str]
     truncated = rows.column("truncated").to_pylist()
     columns = [x.tolist() for x in (counts, oldest, newest, calls, rewards, scored)]
     return RowFacts(list(zip(names, *columns, truncated, strict=True)), rewards_per_call)
+
+
+def _check_versions(names: list[str], newest: np.ndarray, known: Mapping[str, int]) -> None:
+    """Nothing was sampled with a version that does not exist: it would count as fresh for ever."""
+    if not len(newest) or newest.max() <= min(known.values()):
+        return
+    row = next((i for i, name in enumerate(names) if newest[i] > known[name]), None)
+    if row is not None:
+        raise SchemaError(
+            "column versions", int(newest[row]), f"must be at most {known[names[row]]}, the newest version of "
+            f"{names[row]} (row {row})", "send the version that sampled each token, as the trainer published it",
+        )  # fmt: skip
 
 
 def _check_context(rows: pa.RecordBatch, first_sampled: np.ndarray) -> None:

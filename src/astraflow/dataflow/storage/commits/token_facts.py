@@ -34,8 +34,8 @@ def token_facts(rows: pa.RecordBatch, lengths: np.ndarray) -> list[np.ndarray]:
     """Per row: sampled tokens, oldest and newest version among them (-1: none), calls that sampled one up to the last
     (0: none did), and whether its first own token was sampled.
 
-    Raises: SchemaError: a negative token; a sampled one without a version, with a logprob that is not a number, or of
-    no call although the request has episodes of several calls.
+    Raises: SchemaError: a negative token, a logprob that is not a number; a version, or a call where the request has
+    episodes of several, that is missing where a token was sampled or given where none was.
     """
     calls = flat_values(rows.column("call_index"))
     several = len(calls) > 0 and calls.max() > 0  # one call each: the common case needs no more passes
@@ -74,7 +74,8 @@ def _block_facts(block: _Block, several: bool) -> list[np.ndarray]:
             "column token_ids", int(block.ids[entry]), f"must be >= 0 (row {block.row_of(entry)})",
             "send the ids that the model was given and sampled",
         )  # fmt: skip
-    versions = _where_sampled("versions", block.versions, block)
+    versions, calls = block.versions, block.calls
+    _check_where_sampled("versions", versions, block)
     if not (finite := np.isfinite(block.logprobs)).all():
         entry = int(np.argmin(finite))
         raise SchemaError(
@@ -88,7 +89,7 @@ def _block_facts(block: _Block, several: bool) -> list[np.ndarray]:
     low = np.minimum.reduceat(versions.view(np.uint32), starts)  # a negative one is larger than any version
     oldest = np.where(newest < 0, -1, low.astype(np.int64))
     if several:
-        calls = _where_sampled("call_index", block.calls, block)
+        _check_where_sampled("call_index", calls, block)
         num_calls = np.maximum(np.maximum.reduceat(calls, starts).astype(np.int64), -1) + 1
     else:
         num_calls = counts > 0
@@ -107,17 +108,14 @@ def _spread(values: np.ndarray, places: np.ndarray, size: int, empty: int) -> np
     return spread
 
 
-def _where_sampled(name: str, numbers: np.ndarray, block: _Block) -> np.ndarray:
-    """`numbers`, negative exactly where the mask is False: rows should come like that, then nothing is copied."""
-    mask = block.mask
-    if ((numbers >= 0) == mask).all():
-        return numbers
-    cleared = np.where(mask, numbers, numbers.dtype.type(-1))
-    if ((cleared >= 0) == mask).all():
-        return cleared
-    entry = int(np.flatnonzero((cleared < 0) & mask)[0])
+def _check_where_sampled(name: str, numbers: np.ndarray, block: _Block) -> None:
+    """`numbers` are negative exactly where the mask is False."""
+    wrong = (numbers >= 0) != block.mask
+    if not wrong.any():
+        return
+    entry = int(np.argmax(wrong))
+    rule = "must be >= 0 where loss_mask is true" if block.mask[entry] else "must be -1 where loss_mask is false"
     raise SchemaError(
-        f"column {name}", int(numbers[entry]),
-        f"must be >= 0 where loss_mask is true (row {block.row_of(entry)})",
-        "record the engine's version and number of the call",
+        f"column {name}", int(numbers[entry]), f"{rule} (row {block.row_of(entry)})",
+        "record the engine's version and number of the call of what was sampled, and -1 elsewhere",
     )  # fmt: skip

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
+from astraflow.errors import SchemaError
 from astraflow.testing.conformance.findings import Findings
 from astraflow.testing.conformance.tap import Exchange, in_order
-from astraflow.wire.codec import flat_values, list_lengths
+from astraflow.wire.codec import TRAJECTORY_SCHEMA, check_schema, flat_values, list_lengths
 
 Key = tuple[str, int]  # episode id, attempt
 Span = tuple[float, float]  # start and end, monotonic
@@ -120,13 +122,11 @@ class RolloutCheck:
             case "lease":
                 self._leased(node, x)
             case "commit":
-                wrong = x.status in (413, 415, 422)
+                told = x.rows is not None and x.status in (200, 422) and self._contents(node, x.rows)
+                wrong = x.status in (413, 415, 422) and not told  # else the rule has a name of its own
                 self._hold("commit.rows", not wrong, f"answered {x.status}: {x.reply.get('error')}")
                 if x.done:
                     node.settled |= {(e["episode_id"], int(e["attempt"])) for e in x.body["episodes"]}
-                if x.rows is not None and x.status == 200:
-                    self._tasks(x.rows)
-                    self._versions(node, x.rows)
 
     def _leased(self, node: _Node, x: Exchange) -> None:
         lost = x.fault == "lost" or x.status in (503, 507)
@@ -140,7 +140,17 @@ class RolloutCheck:
         count = len(node.held)
         self._hold("lease.capacity", count <= node.capacity, f"it holds {count}, and joined with {node.capacity}")
 
-    def _tasks(self, rows: Any) -> None:
+    def _contents(self, node: _Node, rows: pa.Table) -> bool:
+        """What the columns say; True: they break another rule than that of their shapes."""
+        try:
+            check_schema(rows, TRAJECTORY_SCHEMA)
+        except SchemaError:
+            return False
+        tasks, versions = self._tasks(rows), self._versions(node, rows)
+        return not (tasks and versions)
+
+    def _tasks(self, rows: pa.Table) -> bool:
+        right = True
         for row in rows.select(["episode_id", "attempt", "group_id", "source", "row", "epoch"]).to_pylist():
             lease = self._leases.get((row["episode_id"], row["attempt"]))
             if lease is not None:
@@ -148,11 +158,13 @@ class RolloutCheck:
                 wanted = (lease["group_id"], task["source"], task["row"], task["epoch"])
                 got = (row["group_id"], row["source"], row["row"], row["epoch"])
                 self._hold("commit.task", got == wanted, f"a row of {row['episode_id']} says {got}, its lease {wanted}")
+                right &= got == wanted
+        return right
 
-    def _versions(self, node: _Node, rows: Any) -> None:
+    def _versions(self, node: _Node, rows: pa.Table) -> bool:
         mask, versions = flat_values(rows["loss_mask"]), flat_values(rows["versions"])
-        given = bool((versions[~mask] == -1).all())
-        self._hold("commit.versions", given, "a token that was not sampled carries a weight version")
+        right = bool((versions[~mask] == -1).all())
+        self._hold("commit.versions", right, "a token that was not sampled carries a weight version")
         owners = np.repeat(np.arange(rows.num_rows), list_lengths(rows["token_ids"]))
         keys = list(zip(rows["episode_id"].to_pylist(), rows["attempt"].to_pylist(), strict=True))
         policies = rows["policy"].to_pylist()
@@ -160,10 +172,13 @@ class RolloutCheck:
             own = versions[mask & (owners == row)]
             low = self._leases.get(keys[row], {}).get("min_versions", {}).get(policies[row], 0)
             high = node.announced.get(policies[row], -1)
+            possible = bool(low <= own.min() and own.max() <= high)
+            right &= possible
             self._hold(
-                "commit.versions", bool(low <= own.min() and own.max() <= high),
+                "commit.versions", possible,
                 f"{keys[row][0]} has tokens of versions {own.min()} to {own.max()}; {low} to {high} were possible",
             )  # fmt: skip
+        return right
 
     def _hear(self, node: _Node, x: Exchange) -> None:
         for policy, newest in x.reply.get("versions", {}).items():

@@ -1,0 +1,32 @@
+"""What is refused at the door of a running service, and that it is counted by reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from astraflow.errors import WireError
+from astraflow.testing.dataflow import episode, small_config
+
+Serve = Callable[..., Any]
+
+
+def refused(status: int, call: Callable[[], Any], problem: str) -> None:
+    with pytest.raises(WireError, match=problem) as caught:
+        call()
+    assert caught.value.status == status
+
+
+def test_versions_that_do_not_exist_are_422_and_counted(serve: Serve) -> None:
+    client = serve(small_config()).start()
+    leases = client.lease("n", 4).leases
+    refused(
+        422, lambda: client.commit([episode(x, "n", 1.0, 1) for x in leases]), "column versions=1 must be at most 0"
+    )
+    assert client.status()["refused"] == {"column_versions": 1}
+    assert set(client.commit([episode(x, "n", float(x.episode_id[-1]), 0) for x in leases]).values()) == {"accepted"}
+    assert client.batch("actor", "t", 0, wait_s=5) is not None
+    (lease,) = client.lease("n", 1).leases
+    assert set(client.commit([episode(lease, "n", 1.0, 1)]).values()) == {"accepted"}  # step 1 may be published by now
