@@ -69,7 +69,10 @@ class Operator(Protocol):
         return group
 
     def select(self, stored: Sequence[Stored], groups: int, step: int) -> list[str]:
-        """Trained groups that take part in the batch of `step` again: ids from `stored`, fewer than `groups`."""
+        """Trained groups that take part in the batch of `step` again: ids from `stored`, fewer than `groups`.
+
+        Asked a second time, with the others, when groups that were selected earlier had to give way to fresh ones.
+        """
         return []
 
     def retain(self, stored: Sequence[Stored], step: int) -> list[str]:

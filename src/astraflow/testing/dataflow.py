@@ -277,6 +277,7 @@ def check_law(machine: Machine, *, damaged: bool = False) -> None:
         if not plan.tokens and not plan.episodes and policy.latest > 0 and not damaged:
             assert policy.trained + policy.num_replayed == policy.latest * plan.groups, f"{name}: batches are not full"
         assert set(policy.selected) <= set(policy.stored), f"{name}: what is not stored is selected"
+        assert len(policy.selected) <= policy.owed, f"{name}: more is selected than operators asked for"
         assert not set(policy.stored) & {g.group_id for g in policy.queue.values()}, f"{name}: stored and waiting"
         sizes = [size_of(g) for g in policy.queue.values()]
         assert policy.queue_episodes == sum(s.episodes for s in sizes), name

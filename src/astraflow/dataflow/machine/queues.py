@@ -183,6 +183,7 @@ class Queues:
         policy.batches[step] = batch
         policy.recent = pacing.remembered(policy, picked.num_fresh, num_again)
         policy.selected = []
+        policy.owed = max(0, policy.owed - num_again)
         policy.dropped_in_row = policy.failed_in_row = 0
         return True
 

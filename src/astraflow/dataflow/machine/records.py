@@ -162,6 +162,7 @@ class PolicyState(msgspec.Struct):
     recent: list[tuple[float, int]] = []  # last batches: fresh groups (see `serving.pacing`), groups trained again
     stored: dict[str, StoredGroup] = {}  # group id -> trained group that may be trained again
     selected: list[str] = []  # of `stored`: what the next batch trains again
+    owed: int = 0  # groups that operators have selected so far less those of them that were part of a batch again
     num_replayed: int = 0  # groups trained again, each time; no part of the accounting law
     admitted: int = 0
     trained: int = 0
@@ -338,6 +339,7 @@ class State(msgspec.Struct):
     num_lost: int = 0  # leases that ran out or died with their node
     errors: dict[str, int] = {}  # kind -> committed episodes with such an error
     first_errors: dict[str, str] = {}  # kind -> the first such error, shortened
+    voids: dict[str, int] = {}  # kind of command -> those that raised while they were applied
     failure: Failed | None = None
     staged: dict[str, StagedGroup] = {}  # "<policy>/<group id>" -> a group that waits for stages
     num_staged: int = 0  # so far, gives `StagedGroup.seq`

@@ -16,9 +16,10 @@ Selector = Literal["latest", "priority", "stratified"]
 class Replay(Operator):
     """Trains groups again: a share `ratio` of every batch is taken from trained groups, as far as there are any.
 
-    The share is exact over steps: after step v, floor(v * ratio * groups) groups were asked for. A task counts as
-    trained by its first training; further uses are counted as replayed. What is older than `batch.max_staleness`, or
-    than `max_age` versions, takes no part.
+    The share is exact over steps: floor(v * ratio * groups) groups until step v, less those until the first one. For
+    groups that have to give way to fresh ones the service selects others later. A task counts as trained by its first
+    training; further uses are counted as replayed. What is older than `batch.max_staleness`, or than `max_age`
+    versions, takes no part.
     Args: size: groups kept. max_uses: how often one group is trained at most, its first time included.
     selector: what is kept and taken first. latest: newest weight version, then fewest uses. priority: largest mean
         absolute advantage, then latest (as in prioritized experience replay, arXiv:1511.05952, without its sampling:

@@ -11,6 +11,7 @@ import pytest
 from astraflow.config.rooms import CORRECTS_OFF_POLICY, ROOMS, resolve
 from astraflow.config.schema import RunConfig
 from astraflow.contracts import Operator
+from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.records import Batch
 from astraflow.dataflow.operators.replay import Replay
 from astraflow.dataflow.views.status import prometheus_text, status
@@ -27,11 +28,13 @@ def numbers(group_ids: Sequence[str]) -> list[int]:
     return [int(i.rpartition("/")[2]) for i in group_ids]
 
 
-def config(groups: int = 4, max_staleness: int = 1, more: Sequence[Any] = (), **options: Any) -> RunConfig:
+def config(
+    groups: int = 4, max_staleness: int = 1, more: Sequence[Any] = (), steps: int = 20, **options: Any
+) -> RunConfig:
     """Replays half of each batch, up to 4 versions behind, with a loss that corrects that."""
     replay = {"type": "replay", "ratio": 0.5, "max_age": 4} | options
     section = policy_section(groups, max_staleness, operators=["zero_variance", replay, *more])
-    return small_config(run__steps=20, policies={"actor": section | {"algorithm": {"loss": "m2po"}}})
+    return small_config(run__steps=steps, policies={"actor": section | {"algorithm": {"loss": "m2po"}}})
 
 
 def started(run: RunConfig) -> Desk:
@@ -115,6 +118,57 @@ def test_a_task_counts_once_by_its_first_training_and_every_batch_is_full() -> N
     assert shown["replayed"] == policy.num_replayed and shown["stored"] == len(policy.stored)
     text = prometheus_text(desk.machine, {}).decode()
     assert f'astraflow_groups_replayed_total{{policy="actor"}} {policy.num_replayed}' in text
+
+
+@pytest.mark.parametrize(("max_staleness", "keep"), [(0, 0), (1, 0), (1, 12), (2, 0), (3, 12)])
+def test_the_share_holds_although_selected_groups_give_way_to_fresh_ones(max_staleness: int, keep: int) -> None:
+    """Nodes that always play all that the gate lets through, or but for `keep` episodes that they finish later."""
+    desk = started(config(16, max_staleness, steps=30, ratio=0.3, max_age=8))
+    policy, playing, again = desk.machine.state.policies["actor"], list[Any](), list[int]()
+    for version in range(30):
+        while leases := desk.lease(64):
+            playing += [(lease, version) for lease in leases]
+        num = max(2, len(playing) - keep)
+        done, playing = playing[:num], playing[num:]
+        for lease, at in done:
+            desk.commit([lease], [float(lease.episode_id[-1] == "0")], version=at)
+        while (batch := desk.take(version)) is None:
+            lease, at = playing.pop(0)
+            desk.commit([lease], [float(lease.episode_id[-1] == "0")], version=at)
+        desk.ack(batch.step)
+        again.append(batch.num_replayed)
+        if version % 10 == 5:
+            check_law(desk.machine)
+            desk.restart()
+            policy = desk.machine.state.policies["actor"]
+    asked = int(30 * 0.3 * 16) - int(0.3 * 16)  # nothing is stored before the first step
+    assert asked - 4 <= sum(again) <= asked and max(again) <= 12, again  # at most one step behind
+    assert policy.owed == asked - sum(again)
+
+
+def test_what_is_not_there_is_not_owed() -> None:
+    """Nothing is made up for what there was not enough of to be selected."""
+    desk = started(config(ratio=0.9, max_staleness=0, max_uses=2))
+    for version in range(12):
+        play(desk, version)
+        desk.step(version)
+        policy = desk.machine.state.policies["actor"]
+        assert policy.owed == len(policy.selected) <= 3
+
+
+def test_groups_that_replay_a_damaged_batch_are_owed() -> None:
+    desk = started(config(max_staleness=0))
+    for version in (0, 1):
+        play(desk, version)
+        desk.step(version)
+    policy = desk.machine.state.policies["actor"]
+    play(desk, 2)
+    batch = desk.take(2)
+    assert batch is not None and batch.num_replayed == 2 and policy.owed == 0
+    fresh = {e.part.put for g in batch.groups[2:] for e in g.entries}
+    desk.do(c.DropDamaged(sorted(fresh), "a segment"))
+    assert desk.take(2) is None and policy.owed == 2
+    check_law(desk.machine, damaged=True)
 
 
 def test_fewer_tasks_are_rolled_out() -> None:

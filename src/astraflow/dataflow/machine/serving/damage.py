@@ -91,6 +91,7 @@ def _settle(context: Context, name: str, policy: PolicyState, batch: Batch, grou
 
 def _forget(context: Context, policy: PolicyState, step: int) -> None:
     """Nothing new is left in the batch and nobody has trained it: it is formed anew."""
+    policy.owed += len(policy.batches[step].groups)
     for group in policy.batches.pop(step).groups:
         accounts.release_entries(context, group.entries)
 

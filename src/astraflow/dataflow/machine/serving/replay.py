@@ -7,10 +7,12 @@
 
 The choice for step v + 1 is made when step v is acknowledged, so the gate knows how many fresh groups the next batch
 needs, and whether a batch is ready is known without asking an operator. What is older than the bound is not stored.
+Groups that were selected and gave way to fresh ones (`pacing.trained_again`) are owed: others come later instead.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from astraflow.contracts import Operator
@@ -80,12 +82,19 @@ class Replay:
         policy, plan = self._policy, self._plan
         kept = [i for o in self._operators for i in self._asked(o, lambda o: o.retain(_views(policy), step))]
         self._keep(kept)
-        groups = expected_groups(plan, policy)
-        chosen = [
-            i for o in self._operators for i in self._asked(o, lambda o: o.select(_views(policy), groups, step + 1))
-        ]
-        fits = fitting(plan, NOTHING, [policy.stored[i].group for i in dict.fromkeys(chosen)])
+        groups, views = expected_groups(plan, policy), _views(policy)
+        chosen = self._chosen(views, groups, step + 1)
+        owed, more = min(policy.owed, groups), list[str]()
+        if owed:  # a quarter of it at a time, so that no batch is made of old groups only
+            rest = [view for view in views if view.group_id not in chosen]
+            more = self._chosen(rest, groups, step + 1)[: math.ceil(owed / 4)]
+        policy.owed = owed + len(chosen)
+        fits = fitting(plan, NOTHING, [policy.stored[i].group for i in dict.fromkeys([*chosen, *more])])
         policy.selected = [group.group_id for group in fits]
+
+    def _chosen(self, views: Sequence[Stored], groups: int, step: int) -> list[str]:
+        given = [i for o in self._operators for i in self._asked(o, lambda o: o.select(views, groups, step))]
+        return list(dict.fromkeys(given))
 
     def _asked(self, operator: Operator, ask: Callable[[Operator], list[str]]) -> list[str]:
         thing = f"policies.{self._name} {type(operator).__name__}"
