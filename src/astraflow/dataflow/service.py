@@ -131,7 +131,8 @@ class _Endpoints:
     async def commit(self, request: Request) -> Response:
         with await read_stream_body(request) as body:
             header, table = read_stream(body.view, m.EpisodesHeader)
-            facts = row_facts(header, table, Known(self._machine.leases.newest()))
+            known = Known(self._machine.leases.newest(), self._machine.state.groups)
+            facts = row_facts(header, table, known)
             put = self._shell.segments.store(body) if table.num_rows else None  # no await until it is submitted
         command = c.CommitEpisodes(header.node_id, put, episode_commits(header, facts, put))
         return json_reply(m.EpisodesReply(await self._shell.submit(command)))
@@ -206,7 +207,7 @@ class _Endpoints:
             "run_id": shell.run_id,
             "metrics_rows_waiting": shell.metrics.num_waiting,
             "refused": dict(self._refused.counts),
-            "journal": journal_status(shell.journal, shell.compaction, self._machine.state.voids),
+            "journal": journal_status(shell.journal, shell.compaction),
         }
         return json_reply({**head, **status(self._machine, shell.now())})
 

@@ -8,7 +8,7 @@
 
 Commands of one turn are journaled in one transaction, then applied in order, then answered; histories of tasks are
 written a little later. When the journal cannot be written nothing is applied, so the state never runs ahead of the
-disk.
+disk. A command that raises is void and ends the service: see `dataflow.rebuild`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,12 @@ from astraflow.contracts import Source
 from astraflow.dataflow.compaction import Compaction
 from astraflow.dataflow.journal.history import History
 from astraflow.dataflow.journal.log import Journal
+from astraflow.dataflow.journal.recovery import Logged
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.beside.consumers import topic as consumer_topic
 from astraflow.dataflow.machine.beside.stages import topic as stage_topic
-from astraflow.dataflow.state import Machine
+from astraflow.dataflow.rebuild import encode, fault_of, rebuild, void
+from astraflow.dataflow.state import Applied, Machine
 from astraflow.dataflow.storage.identity import refuse_other_data, refuse_other_run
 from astraflow.dataflow.storage.segments import Segments, segment_name
 from astraflow.dataflow.storage.tokens import TokenReader
@@ -47,11 +49,17 @@ from astraflow.wire.app import HttpError
 from astraflow.wire.local import Inbox
 
 log = logging.getLogger("astraflow.dataflow")
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(c.Command).decode
 _QUIET = ("dropped", "episodes_dropped")  # events too frequent for the log
 _HISTORY_S = 0.05  # histories are written so late, for all commands since
 _EVENTS_KEPT = 1000  # per listener; a slow one misses events, nobody waits for it
+_AWAY_S = 1  # a service that is started again is not back earlier
+
+
+def away() -> HttpError:
+    """The answer to whoever asks a service that stops: an empty one would be asked again at once, of a closed port."""
+    return HttpError(
+        503, "dataflow=stopping answers nobody who waits; ask again after a pause", "Unreachable", pause_s=_AWAY_S
+    )
 
 
 def open_sources(config: RunConfig) -> dict[str, Source]:
@@ -89,7 +97,7 @@ class Shell:
             self.history = opened.enter_context(closing(History(place / "history", self.journal.num_in_snapshot)))
             self.segments = opened.enter_context(closing(Segments(place / "segments", fsync=fsync)))
             self.inbox = Inbox(place / "inbox")
-            self.machine, self._base = self._recover()
+            self.machine, self._base = self._recover(accept_damage)
             self._cut = self.segments.keep_only(self.machine.state.puts.values(), accept_damage=accept_damage)
             opened.pop_all()
         self.damage = self.journal.recovered.damage
@@ -194,7 +202,7 @@ class Shell:
             self.history.close()
             self.journal.close()
 
-    def _recover(self) -> tuple[Machine, float]:
+    def _recover(self, accept_damage: bool) -> tuple[Machine, float]:
         fingerprints = {name: source.fingerprint() for name, source in self._sources.items()}
         meta = self.journal.meta()
         if not meta:
@@ -204,11 +212,11 @@ class Shell:
         known: dict[str, str] = msgspec.json.decode(meta["sources"])
         refuse_other_data(known, fingerprints)
         self.run_id = meta["run_id"]
-        snapshot, now = self.journal.load()
-        read_tokens = TokenReader(self.segments.read)
-        machine = Machine(old, self._sources, snapshot, read_tokens)
-        for seq, now, logged in self.journal.log():
-            self._replay(machine, seq, logged, now)
+        snapshot, read_tokens = self.journal.load()[0], TokenReader(self.segments.read)
+        machine, now = rebuild(
+            self.journal, lambda: Machine(old, self._sources, snapshot, read_tokens), self._hear_again,
+            accept_damage=accept_damage,
+        )  # fmt: skip
         self.history.flush()
         if self.metrics.num_waiting:  # a snapshot would forget them
             raise JournalError(
@@ -217,47 +225,35 @@ class Shell:
         if old != self.config:
             machine = Machine(self.config, self._sources, machine.snapshot(), read_tokens)
         machine.apply(c.Reopen(), now)
-        sources = _encode({**known, **fingerprints}).decode()
+        sources = encode({**known, **fingerprints}).decode()
         meta = {**meta, "config": resolved_json(self.config), "sources": sources}
         self.journal.snapshot(machine.snapshot(), now, meta)
         self.journal.forget_recovered()
         return machine, now
 
-    def _replay(self, machine: Machine, seq: int, logged: bytes, now: float) -> None:
-        command = _decode(logged)
-        try:
-            applied = machine.apply(command, now)
-        except c.Refusal:  # it was refused the first time too
-            return
-        except Exception as error:
-            raise JournalError(
-                "journal", str(self.journal.path), f"cannot be replayed ({error!r})",
-                "report this with the journal; start the run again in a new directory to go on",
-            ) from error  # fmt: skip
-        self.history.add(seq, now, moments_of(command, applied, machine))
+    def _hear_again(self, logged: Logged, command: c.Command, applied: Applied, machine: Machine) -> None:
+        self.history.add(logged.seq, logged.now, moments_of(command, applied, machine))
         for instruction in applied.instructions:
             if isinstance(instruction, c.MetricsRow):
                 self.metrics.append(instruction)
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, []
+        if self.crash is not None:  # the state may be spoiled: nothing is applied to it any more
+            return _fail(pending, away())
         try:
             now = self.now()
             self.segments.sync()
-            self.journal.append([(now, _encode(command)) for command, _ in pending])
+            self.journal.append([(now, encode(command)) for command, _ in pending])
             self._apply(pending, now)
         except JournalError as error:
             log.error("%s", error)
             puts = [x.put for x, _ in pending if isinstance(x, c.CommitEpisodes | c.AddColumns)]
             self.segments.undo(put for put in puts if put is not None)
-            for _, future in pending:
-                if not future.done():
-                    future.set_exception(error)
+            _fail(pending, error)
         except Exception as error:
             self.end("machine", error)
-            for _, future in pending:
-                if not future.done():
-                    future.set_exception(HttpError(500, f"dataflow=machine died ({error!r}); see its log"))
+            _fail(pending, HttpError(500, f"dataflow=machine died ({error!r}); see its log"))
         self.segments.settle()
 
     def _apply(self, pending: list[tuple[c.Command, asyncio.Future[Any]]], now: float) -> None:
@@ -267,9 +263,11 @@ class Shell:
             try:
                 applied = self.machine.apply(command, now)
             except c.Refusal as refusal:
-                if not future.done():
-                    future.set_exception(HttpError(refusal.status, str(refusal), refusal.kind))
+                _fail([(command, future)], HttpError(refusal.status, str(refusal), refusal.kind))
                 continue
+            except (Exception, SystemExit) as error:
+                self._leave_out(seq, command, future, error)
+                return _fail(pending, away())
             moments = moments_of(command, applied, self.machine)
             if not isinstance(command, c.CommitEpisodes):  # whose moments are many, and do not depend on the state
                 moments = iter(list(moments))
@@ -283,6 +281,18 @@ class Shell:
         if self._behind and not self._writing:
             self._writing = True
             asyncio.get_running_loop().call_later(_HISTORY_S, self._write_behind)
+
+    def _leave_out(self, seq: int, command: c.Command, future: asyncio.Future[Any], error: BaseException) -> None:
+        """The command raised and the state is spoiled: mark it as void, tell its sender, end."""
+        mark = void(seq, command, error)
+        fault = fault_of(mark)
+        fault.__cause__ = error
+        _fail([(command, future)], HttpError(500, str(fault), type(fault).__name__))
+        try:
+            self.journal.append([(self.now(), encode(mark))])
+        except JournalError as full:  # the next start says what to do
+            log.error("%s", full)
+        self.end("machine", fault)
 
     def write_histories(self) -> None:
         """Write what was kept back so that nobody had to wait for it. A kill loses nothing: a replay writes it."""
@@ -330,3 +340,9 @@ class Shell:
     def _wake(self, topic: str) -> None:
         event, self._topics[topic] = self._topics[topic], asyncio.Event()
         event.set()
+
+
+def _fail(pending: Iterable[tuple[c.Command, asyncio.Future[Any]]], error: Exception) -> None:
+    for _, future in pending:
+        if not future.done():
+            future.set_exception(error)

@@ -17,8 +17,10 @@
 | Expire         | clock   | leases, nodes and trainers that ran out of time (`due` says which)       |
 | DropDamaged    | shell   | groups with rows that turned out to be damaged                           |
 | Reopen         | shell   | the service started again                                                |
+| VoidCommand    | shell   | counts a command that raised, see `dataflow.rebuild`                     |
 
 `apply(command, now)` gives the reply and instructions for the shell, or raises `Refusal` with the state unchanged.
+After anything else that it raises the machine is spoiled: it is thrown away, and the command is void.
 Accounting law, at all times and for every policy: `admitted = trained + dropped{reason} + in_flight`.
 """
 
@@ -148,6 +150,8 @@ class Machine:
                 self.context.out.append(c.Event("alarm", {"damaged": command.where}))
             case c.Reopen():
                 self._reopen(now)
+            case c.VoidCommand():
+                self.state.voids[command.kind] = self.state.voids.get(command.kind, 0) + 1
             case _:
                 return self._trainer(command, now)
         return None

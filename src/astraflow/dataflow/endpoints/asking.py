@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from astraflow.dataflow.machine.commands import DropDamaged, Refusal
-from astraflow.dataflow.shell import Shell
+from astraflow.dataflow.shell import Shell, away
 from astraflow.dataflow.storage.segments import DamagedRows
 from astraflow.wire.app import HttpError
 
 LONGEST_WAIT_S = 60.0
-_AWAY_S = 1  # a service that is started again is not back earlier
 
 
 @contextmanager
@@ -32,15 +31,13 @@ def deadline_in(wait_s: float) -> float:
 async def wait_for(shell: Shell, topic: str, deadline: float) -> bool:
     """Until something happened to `topic`. False: the time of the request is over.
 
-    Raises: HttpError: 503: the service stops; an empty answer would be asked again at once, of a closed port.
+    Raises: HttpError: 503: the service stops.
     """
     left = deadline - asyncio.get_running_loop().time()
     if left > 0 and not shell.stopping:
         await shell.wait(topic, left)
     if shell.stopping:
-        raise HttpError(
-            503, "dataflow=stopping answers nobody who waits; ask again after a pause", "Unreachable", pause_s=_AWAY_S
-        )
+        raise away()
     return left > 0
 
 
@@ -49,8 +46,15 @@ async def drop_damaged(shell: Shell, found: DamagedRows) -> None:
     await shell.submit(DropDamaged([found.put.key], f"{found.value}: {found.rule}"))
 
 
+def check_there(shell: Shell) -> None:
+    """Raises: HttpError: the service ends, and its state says nothing any more."""
+    if shell.crash is not None:
+        raise away()
+
+
 def check_alive(shell: Shell) -> None:
-    """Raises: HttpError: the run has failed, and why."""
+    """Raises: HttpError: the run has failed, and why; or as `check_there`."""
+    check_there(shell)
     failure = shell.machine.state.failure
     if failure is not None:
         raise HttpError(409, str(failure), failure.kind)

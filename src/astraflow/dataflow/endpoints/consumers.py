@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from astraflow.dataflow.endpoints.asking import deadline_in, drop_damaged, refusals, wait_for
+from astraflow.dataflow.endpoints.asking import check_there, deadline_in, drop_damaged, refusals, wait_for
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.beside.consumers import topic
 from astraflow.dataflow.machine.records import Batch
@@ -38,6 +38,7 @@ class ConsumerEndpoints:
         body = await read_json(request, m.ConsumerRequest)
         name, deadline = request.path_params["consumer"], deadline_in(body.wait_s)
         while True:
+            check_there(self._shell)
             with refusals():
                 consumer, log = self._machine.consumers.reader(name, body.policy)
             position = consumer.positions[body.policy]

@@ -57,7 +57,11 @@ class History:
     def add(self, seq: int, now: float, moments: Iterable[tuple[str, str, dict[str, Any]]]) -> None:
         """What command `seq` did to tasks: (task, what, fields)."""
         now = round(now, 3)
-        self._waiting += [(seq, now, *moment) for moment in moments]
+        try:
+            self._waiting += [(seq, now, *moment) for moment in moments]
+        except Exception as error:  # the command is applied; that it cannot be told must stop no run and no restart
+            log.error("history: what command %d did cannot be told", seq, exc_info=error)
+            self.num_dropped += 1
 
     def flush(self) -> None:
         """Write what waits."""

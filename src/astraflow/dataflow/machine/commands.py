@@ -138,9 +138,17 @@ class Reopen(msgspec.Struct, frozen=True, tag=True):
     """The service started again on an existing journal: every deadline starts anew, a failed run may try again."""
 
 
+class VoidCommand(msgspec.Struct, frozen=True, tag=True):
+    """Command `seq` raised while it was applied: it changed nothing, and a replay leaves it out."""
+
+    seq: int
+    kind: str
+    error: str
+
+
 Command = (
     JoinNode | DrainNode | LeaseEpisodes | CommitEpisodes | ResumePolicy | TakeBatch | AckBatch | CoverBatches
-    | LeaseRows | AddColumns | LeaveStage | AckRows | Expire | DropDamaged | Reopen
+    | LeaseRows | AddColumns | LeaveStage | AckRows | Expire | DropDamaged | Reopen | VoidCommand
 )  # fmt: skip
 
 

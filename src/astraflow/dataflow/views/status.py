@@ -39,6 +39,7 @@ def status(machine: Machine, now: float) -> dict[str, Any]:
             "errors": state.errors,
             "first_errors": state.first_errors,
         },
+        "void_commands": state.voids,
         "nodes": _nodes(machine, now),
         "stages": stages_status(machine, now),
         "consumers": consumers_status(machine),
@@ -153,6 +154,8 @@ def prometheus_text(machine: Machine, refused: Mapping[str, int]) -> bytes:
             registry.set("astraflow_tasks_skipped_total", count, source=name, operator=operator)
     for reason, count in refused.items():
         registry.set("astraflow_refused_total", count, reason=reason)
+    for kind, count in state.voids.items():
+        registry.set("astraflow_void_commands_total", count, kind=kind)
     registry.set("astraflow_episodes_committed_total", state.num_episodes)
     registry.set("astraflow_episodes_refused_total", state.num_refused)
     registry.set("astraflow_leases_lost_total", state.num_lost)
