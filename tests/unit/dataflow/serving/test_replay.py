@@ -120,30 +120,41 @@ def test_a_task_counts_once_by_its_first_training_and_every_batch_is_full() -> N
     assert f'astraflow_groups_replayed_total{{policy="actor"}} {policy.num_replayed}' in text
 
 
-@pytest.mark.parametrize(("max_staleness", "keep"), [(0, 0), (1, 0), (1, 12), (2, 0), (3, 12)])
-def test_the_share_holds_although_selected_groups_give_way_to_fresh_ones(max_staleness: int, keep: int) -> None:
-    """Nodes that always play all that the gate lets through, or but for `keep` episodes that they finish later."""
-    desk = started(config(16, max_staleness, steps=30, ratio=0.3, max_age=8))
-    policy, playing, again = desk.machine.state.policies["actor"], list[Any](), list[int]()
-    for version in range(30):
+def busy(desk: Desk, steps: int, keep: int = 0) -> list[int]:
+    """Groups trained again in each step; nodes play all that the gate lets through, `keep` episodes of it later."""
+    playing, again = list[Any](), list[int]()
+
+    def commit() -> None:
+        lease, version = playing.pop(0)
+        desk.commit([lease], [float(lease.episode_id[-1] == "0")], version=version)
+
+    for version in range(steps):
         while leases := desk.lease(64):
             playing += [(lease, version) for lease in leases]
-        num = max(2, len(playing) - keep)
-        done, playing = playing[:num], playing[num:]
-        for lease, at in done:
-            desk.commit([lease], [float(lease.episode_id[-1] == "0")], version=at)
+        while len(playing) > keep:
+            commit()
         while (batch := desk.take(version)) is None:
-            lease, at = playing.pop(0)
-            desk.commit([lease], [float(lease.episode_id[-1] == "0")], version=at)
+            commit()
         desk.ack(batch.step)
         again.append(batch.num_replayed)
         if version % 10 == 5:
             check_law(desk.machine)
             desk.restart()
-            policy = desk.machine.state.policies["actor"]
+    return again
+
+
+@pytest.mark.parametrize(("max_staleness", "keep"), [(0, 0), (1, 0), (1, 12), (2, 0), (3, 12)])
+def test_the_share_holds_although_selected_groups_give_way_to_fresh_ones(max_staleness: int, keep: int) -> None:
+    desk = started(config(16, max_staleness, steps=30, ratio=0.3, max_age=8))
+    again = busy(desk, 30, keep)
     asked = int(30 * 0.3 * 16) - int(0.3 * 16)  # nothing is stored before the first step
-    assert asked - 4 <= sum(again) <= asked and max(again) <= 12, again  # at most one step behind
-    assert policy.owed == asked - sum(again)
+    assert asked - 4 <= sum(again) <= asked, "at most one step behind"
+    assert desk.machine.state.policies["actor"].owed == asked - sum(again)
+
+
+def test_what_is_owed_is_made_up_for_bit_by_bit() -> None:
+    again = busy(started(config(16, 3, ratio=0.5, max_age=8)), 20)
+    assert 8 < max(again) <= 12, "else a batch would be made of old groups only"
 
 
 def test_what_is_not_there_is_not_owed() -> None:
