@@ -33,6 +33,7 @@ from astraflow.dataflow.journal.history import History
 from astraflow.dataflow.journal.log import Journal
 from astraflow.dataflow.journal.recovery import Logged
 from astraflow.dataflow.machine import commands as c
+from astraflow.dataflow.machine.accounts import failed_by
 from astraflow.dataflow.machine.beside.consumers import topic as consumer_topic
 from astraflow.dataflow.machine.beside.stages import topic as stage_topic
 from astraflow.dataflow.rebuild import encode, fault_of, rebuild, void
@@ -44,7 +45,7 @@ from astraflow.dataflow.views.life import Found, moments_of
 from astraflow.dataflow.views.lines import line_of
 from astraflow.dataflow.views.nodes import PoolRates
 from astraflow.dataflow.views.rows import MetricsFile
-from astraflow.errors import JournalError
+from astraflow.errors import DataflowError, JournalError
 from astraflow.wire.app import HttpError
 from astraflow.wire.local import Inbox
 
@@ -126,11 +127,14 @@ class Shell:
 
         Raises: HttpError: refused by the machine. JournalError: could not be written; not applied.
         """
+        return await self._queue(command)
+
+    def _queue(self, command: c.Command) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._flush)
         self._pending.append((command, future))
-        return await future
+        return future
 
     async def wait(self, topic: str, timeout_s: float) -> None:
         """Until something happened to `topic`, or `timeout_s` is over."""
@@ -194,7 +198,7 @@ class Shell:
             self.metrics.flush()
             if self.crash is None and not self.metrics.num_waiting:  # the log of the journal still has those rows
                 self.journal.snapshot(self.machine.snapshot(), self.now())
-        except JournalError as error:
+        except (JournalError, DataflowError) as error:  # the log has it all
             log.error("%s", error)
         finally:
             self.segments.close()
@@ -335,7 +339,14 @@ class Shell:
         if self.metrics.num_waiting:  # a snapshot would forget them
             self.compaction.postpone()
             return
-        self.compaction.begin(self.machine.snapshot(), now)
+        try:
+            state = self.machine.snapshot()
+        except DataflowError as error:  # the log holds everything until the operator is mended
+            self.compaction.postpone()
+            if self.machine.state.failure is None:
+                self._queue(c.FailRun(failed_by(error))).add_done_callback(asyncio.Future.exception)
+            return
+        self.compaction.begin(state, now)
 
     def _wake(self, topic: str) -> None:
         event, self._topics[topic] = self._topics[topic], asyncio.Event()

@@ -17,6 +17,7 @@
 | Expire         | clock   | leases, nodes and trainers that ran out of time (`due` says which)       |
 | DropDamaged    | shell   | groups with rows that turned out to be damaged                           |
 | Reopen         | shell   | the service started again                                                |
+| FailRun        | shell   | ends the run: an operator's state cannot be written                      |
 | VoidCommand    | shell   | counts a command that raised, see `dataflow.rebuild`                     |
 
 `apply(command, now)` gives the reply and instructions for the shell, or raises `Refusal` with the state unchanged.
@@ -34,6 +35,7 @@ import msgspec
 from astraflow.config.schema import RunConfig
 from astraflow.config.stages import stage_plans
 from astraflow.contracts import Source
+from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.admission.gate import Admission
 from astraflow.dataflow.machine.beside.consumers import Consumers
@@ -93,13 +95,14 @@ class Machine:
         self._told = False  # whoever waits for rows knows that there will be no more
 
     def snapshot(self) -> bytes:
-        """The whole state as JSON."""
-        self.admission.keep_states()
-        for name, chain in self._chains.items():
-            self.state.policies[name].operators = chain.state_dicts()
-        encoded = msgspec.json.encode(self.state)
-        self.admission.forget_states()
-        return encoded
+        """The whole state as JSON. Raises: DataflowError: the state of an operator cannot be written."""
+        try:
+            self.admission.keep_states()
+            for name, chain in self._chains.items():
+                self.state.policies[name].operators = chain.state_dicts()
+            return msgspec.json.encode(self.state)
+        finally:
+            self.admission.forget_states()
 
     @property
     def finished(self) -> bool:
@@ -150,6 +153,8 @@ class Machine:
                 self.context.out.append(c.Event("alarm", {"damaged": command.where}))
             case c.Reopen():
                 self._reopen(now)
+            case c.FailRun():
+                accounts.fail(self.context, command.failed)
             case c.VoidCommand():
                 self.state.voids[command.kind] = self.state.voids.get(command.kind, 0) + 1
             case _:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from astraflow.dataflow.machine.commands import DropSegment, Event, Wake
 from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.records import Added, Entry, Failed, Part, PolicyState, Put, TaskAccount
+from astraflow.errors import Problem
 from astraflow.types import error_kind
 
 RECENT_GROUPS = 4096
@@ -104,6 +105,18 @@ def fail(context: Context, failed: Failed) -> None:
     context.out.append(Event("alarm", {"failure": str(failed)}))
     context.out.append(Wake("leases"))
     context.out.extend(Wake(name) for name in context.state.policies)
+
+
+def fail_by(context: Context, error: Problem) -> None:
+    """The run cannot go on because of `error`."""
+    fail(context, failed_by(error))
+
+
+def failed_by(error: Problem) -> Failed:
+    """`error`, whose text may be of a user, made fit for a snapshot."""
+    said = (text.encode("utf-8", "replace").decode() for text in (error.thing, str(error.value), error.rule, error.fix))
+    thing, value, rule, fix = said
+    return Failed(type(error).__name__, thing, value[:_MESSAGE_CHARS], rule, fix)
 
 
 def _settle(context: Context, name: str, group_id: str, *, trained: bool, reason: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from astraflow.dataflow.machine.records import EpisodeCommit, Put
+from astraflow.dataflow.machine.records import EpisodeCommit, Failed, Put
 from astraflow.errors import AstraFlowError
 from astraflow.wire import messages
 
@@ -138,6 +138,12 @@ class Reopen(msgspec.Struct, frozen=True, tag=True):
     """The service started again on an existing journal: every deadline starts anew, a failed run may try again."""
 
 
+class FailRun(msgspec.Struct, frozen=True, tag=True):
+    """The run cannot go on, says the shell."""
+
+    failed: Failed
+
+
 class VoidCommand(msgspec.Struct, frozen=True, tag=True):
     """Command `seq` raised while it was applied: it changed nothing, and a replay leaves it out."""
 
@@ -148,7 +154,7 @@ class VoidCommand(msgspec.Struct, frozen=True, tag=True):
 
 Command = (
     JoinNode | DrainNode | LeaseEpisodes | CommitEpisodes | ResumePolicy | TakeBatch | AckBatch | CoverBatches
-    | LeaseRows | AddColumns | LeaveStage | AckRows | Expire | DropDamaged | Reopen | VoidCommand
+    | LeaseRows | AddColumns | LeaveStage | AckRows | Expire | DropDamaged | Reopen | FailRun | VoidCommand
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine.commands import BatchGrant, Event, MetricsRow, Refusal, Wake
 from astraflow.dataflow.machine.plan import Context
-from astraflow.dataflow.machine.records import Batch, Failed, PolicyState, QueuedGroup
+from astraflow.dataflow.machine.records import Batch, PolicyState, QueuedGroup
 from astraflow.dataflow.machine.serving import damage, forming, pacing
 from astraflow.dataflow.machine.serving.replay import Replay
 from astraflow.dataflow.operators.chain import Chain
@@ -171,7 +171,7 @@ class Queues:
             metrics = forming.batch_metrics(groups, step - 1, replay.max_age)
         except DataflowError as error:
             forming.undo(context, name, picked)
-            accounts.fail(context, Failed("DataflowError", error.thing, str(error.value), error.rule, error.fix))
+            accounts.fail_by(context, error)
             return False
         num_again = len(picked.again)
         for group in picked.again:

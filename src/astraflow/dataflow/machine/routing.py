@@ -22,7 +22,7 @@ from astraflow.dataflow.machine.commands import Happened
 from astraflow.dataflow.machine.evaluation import Evaluation, success_of
 from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.queues import Queues
-from astraflow.dataflow.machine.records import Added, Entry, Failed, OpenGroup, Part, QueuedGroup, split_id
+from astraflow.dataflow.machine.records import Added, Entry, OpenGroup, Part, QueuedGroup, split_id
 from astraflow.dataflow.operators.chain import Chain
 from astraflow.errors import DataflowError, JournalError
 from astraflow.types import Group, Task, Tokens
@@ -127,8 +127,7 @@ class Routing:
         except JournalError:
             return "damaged", False
         except DataflowError as error:
-            cause = Failed(type(error).__name__, error.thing, str(error.value), error.rule, error.fix)
-            accounts.fail(self._context, cause)
+            accounts.fail_by(self._context, error)
             return "operator_failed", False
 
 

@@ -10,6 +10,7 @@ from astraflow.config.schema import PolicySection
 from astraflow.contracts import Operator
 from astraflow.dataflow.operators.blame import blamed
 from astraflow.dataflow.operators.checks import check_batch, check_result, fixed_parts
+from astraflow.dataflow.operators.states import give_back, state_of
 from astraflow.errors import ConfigError
 from astraflow.types import Group, Tokens
 
@@ -72,14 +73,14 @@ class Chain:
         return bool(self._on_batch)
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """States of all operators in the order in which they run."""
-        return [o.state_dict() for o in self.operators]
+        """States of all operators in the order in which they run. Raises: DataflowError: one is not JSON."""
+        return [state_of(name, operator) for name, operator in zip(self._names, self.operators, strict=True)]
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Inverse of `state_dicts`; an empty list leaves fresh operators as they are."""
+        """Inverse of `state_dicts`; an empty list leaves fresh operators as they are. Raises: DataflowError."""
         if states:
-            for operator, state in zip(self.operators, states, strict=True):
-                operator.load_state_dict(state)
+            for name, operator, state in zip(self._names, self.operators, states, strict=True):
+                give_back(name, operator, state)
 
 
 def chain_of(name: str, policy: PolicySection) -> Chain:

@@ -129,7 +129,7 @@ class Admission:
         try:
             chain.on_result(group)
         except DataflowError as error:
-            self._fail(error)
+            accounts.fail_by(self._context, error)
         state = self._context.state
         state.num_results += 1
         if any(source.asleep for source in state.sources.values()):
@@ -168,7 +168,7 @@ class Admission:
             try:
                 verdict = chain.admit(task, view, rows.draw(source.epoch, row)) if chain else Verdict("admit")
             except DataflowError as error:
-                self._fail(error)
+                accounts.fail_by(self._context, error)
                 return None
             if verdict.answer == "wait":
                 source.asleep = verdict.operator
@@ -213,7 +213,3 @@ class Admission:
         rule = "let no task through and nothing is under way that could change that: " + "; ".join(said)
         fix = "; ".join(f"{operator}: {text}" for operator, text in fixes.items())
         accounts.fail(context, Failed("NothingToTrainOn", thing, value, rule, fix))
-
-    def _fail(self, error: DataflowError) -> None:
-        cause = Failed(type(error).__name__, error.thing, str(error.value), error.rule, error.fix)
-        accounts.fail(self._context, cause)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from astraflow.contracts import Operator
 from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine.plan import Context, PolicyPlan
-from astraflow.dataflow.machine.records import Batch, Entry, Failed, PolicyState, QueuedGroup, StoredGroup
+from astraflow.dataflow.machine.records import Batch, Entry, PolicyState, QueuedGroup, StoredGroup
 from astraflow.dataflow.machine.serving.pacing import expected_groups, fitting
 from astraflow.dataflow.machine.serving.waiting import NOTHING
 from astraflow.dataflow.operators.blame import blamed
@@ -76,7 +76,7 @@ class Replay:
         try:
             self._decide(batch.step)
         except DataflowError as error:  # nothing is trained again before the operator is mended
-            accounts.fail(context, Failed("DataflowError", error.thing, str(error.value), error.rule, error.fix))
+            accounts.fail_by(context, error)
 
     def _decide(self, step: int) -> None:
         policy, plan = self._policy, self._plan

@@ -9,6 +9,7 @@ from astraflow.config.operators import operators_of_source
 from astraflow.config.schema import SourceSection
 from astraflow.contracts import Operator
 from astraflow.dataflow.operators.blame import MEND, blamed
+from astraflow.dataflow.operators.states import give_back, state_of
 from astraflow.errors import ConfigError, DataflowError
 from astraflow.types import Group, SourceView, Task
 
@@ -70,14 +71,14 @@ class SourceChain:
         return _ADVICE.get(name, f"loosen its options, or take it out of {self._where}.operators")
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """States of all operators."""
-        return [operator.state_dict() for _, operator in self._operators]
+        """States of all operators. Raises: DataflowError: one is not JSON."""
+        return [state_of(self._place(i, name), operator) for i, (name, operator) in enumerate(self._operators)]
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Inverse of `state_dicts`; an empty list leaves fresh operators as they are."""
+        """Inverse of `state_dicts`; an empty list leaves fresh operators as they are. Raises: DataflowError."""
         if states:
-            for (_, operator), state in zip(self._operators, states, strict=True):
-                operator.load_state_dict(state)
+            for i, ((name, operator), state) in enumerate(zip(self._operators, states, strict=True)):
+                give_back(self._place(i, name), operator, state)
 
     def _ask(self, i: int, name: str, operator: Operator, task: Task, view: SourceView) -> float | Literal["wait"]:
         where = self._place(i, name)

@@ -1,0 +1,180 @@
+"""States of operators in snapshots: what JSON cannot say ends the run by name, and the run directory stays usable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from astraflow.contracts import Operator
+from astraflow.dataflow.machine import commands as c
+from astraflow.dataflow.machine.records import EpisodeCommit, Part
+from astraflow.dataflow.operators.states import state_of
+from astraflow.dataflow.shell import Shell
+from astraflow.errors import DataflowError
+from astraflow.testing.dataflow import check_law, policy_section, small_config, sources
+from astraflow.types import Group
+from astraflow.wire import messages as m
+
+HERE = __name__
+PLACES = ("policy", "source")
+
+
+class Counts(Operator):
+    """Its state is what `shown` makes of the number of groups it saw."""
+
+    shown: Any = None
+    loads: Any = None
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_group(self, group: Group) -> Group | str:
+        self.seen += 1
+        return group
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = Counts.shown(self.seen)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if Counts.loads is not None:
+            Counts.loads(state)
+        self.seen = int(state["seen"])
+
+
+class CountsResults(Counts):
+    """The same of a source."""
+
+    place = "source"
+
+    def on_result(self, group: Group) -> None:
+        self.seen += 1
+
+
+def config_of(place: str) -> Any:
+    if place == "source":
+        return small_config(
+            run__steps=100, sources__train={"type": "sums", "operators": [f"{HERE}:CountsResults"]},
+            dataflow={"snapshot_every": 10},
+        )  # fmt: skip
+    section = policy_section(operators=[f"{HERE}:Counts"])
+    return small_config(run__steps=100, policies__actor=section, dataflow={"snapshot_every": 10})
+
+
+def name_of(place: str) -> str:
+    return f"sources.train.operators.0 {HERE}:CountsResults" if place == "source" else "policies.actor Counts"
+
+
+async def play(shell: Shell) -> None:
+    """Four groups, in so many commands that a snapshot is due."""
+    await shell.submit(c.ResumePolicy("actor", m.Resume(trainer_id="t", version=0, urls=(), run_id=shell.run_id)))
+    await shell.submit(c.JoinNode(m.Join(node_id="n", name="n", capacity=8, run_id=shell.run_id)))
+    for number in range(4):
+        leases = await shell.submit(c.LeaseEpisodes("n", f"r{number}", 2))
+        put = shell.segments.append(b"rows" * 10)
+        parts = [[Part("actor", put.key, [i], [0], 0, 3, 0, float(i))] for i in range(2)]
+        done = [EpisodeCommit(x.episode_id, x.attempt, None, {}, p) for x, p in zip(leases, parts, strict=True)]
+        await shell.submit(c.CommitEpisodes("n", put, done))
+    await shell.submit(c.LeaseEpisodes("n", "none", 0))
+    await shell.compaction.ended()
+
+
+def nan_later(seen: int) -> dict[str, Any]:
+    return {"seen": seen if seen < 1 else float("nan")}
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_state_that_json_cannot_say_ends_the_run_by_name_and_loses_nothing(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counts, "shown", staticmethod(nan_later))
+    first = Shell(config_of(place), tmp_path, sources())
+    await play(first)
+    failure = first.machine.state.failure
+    assert first.crash is None and failure is not None, "the snapshot was due"
+    assert failure.thing == name_of(place) and "Out of range float" in failure.value and "JSON" in failure.rule
+    assert first.journal.num_since_snapshot == 12
+    check_law(first.machine)
+    first.close()
+    with pytest.raises(DataflowError, match="Out of range float") as refused:
+        Shell(config_of(place), tmp_path, sources())
+    assert refused.value.thing == name_of(place)
+    monkeypatch.setattr(Counts, "shown", staticmethod(lambda seen: {"seen": seen}))
+    again = Shell(config_of(place), tmp_path, sources())
+    state = again.machine.state
+    assert state.failure is None and state.num_episodes == 8 and state.policies["actor"].num_waiting == 4
+    assert await again.submit(c.TakeBatch("actor", "t", 0)) is not None
+    check_law(again.machine)
+    again.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_numbers_of_numpy_are_plain_ones_after_a_restart(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lambda seen: {"seen": np.float32(seen), "of": np.arange(2), "no": None, "yes": np.bool_(True)}  # noqa: E731
+    monkeypatch.setattr(Counts, "shown", staticmethod(made))
+    found: list[Any] = []
+    monkeypatch.setattr(Counts, "loads", staticmethod(found.append))
+    first = Shell(config_of(place), tmp_path, sources())
+    await play(first)
+    state = json.loads(first.machine.snapshot())
+    first.close()
+    assert found == []
+    again = Shell(config_of(place), tmp_path, sources())
+    assert (
+        found == [{"seen": 4.0, "of": [0, 1], "no": None, "yes": True}]
+        and json.loads(again.machine.snapshot()) == state
+    )
+    again.close()
+
+
+def fails(*_: Any) -> Any:
+    raise KeyError("zz")
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_hooks_for_the_state_that_raise_are_named_at_the_start(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counts, "shown", staticmethod(fails))
+    with pytest.raises(DataflowError, match=r"KeyError: 'zz' failed in state_dict; mend the operator") as caught:
+        Shell(config_of(place), tmp_path, sources())
+    assert caught.value.thing == name_of(place)
+    monkeypatch.setattr(Counts, "shown", staticmethod(lambda seen: {"seen": seen}))
+    Shell(config_of(place), tmp_path, sources()).close()
+    monkeypatch.setattr(Counts, "loads", staticmethod(fails))
+    with pytest.raises(DataflowError, match=r"KeyError: 'zz' failed in load_state_dict") as caught:
+        Shell(config_of(place), tmp_path, sources())
+    assert caught.value.thing == name_of(place)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"a": object()}, "is not JSON"),
+        ({"a": [1.0, float("inf")]}, "Out of range float"),
+        ({"a": np.float32("nan")}, "Out of range float"),
+        ({(1, 2): 3}, "is not JSON"),
+        ({"a": "\udc80"}, "surrogates"),
+        ([1], "must give a dict"),
+        (None, "must give a dict"),
+    ],
+)
+def test_what_is_no_json_is_refused(state: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counts, "shown", staticmethod(lambda seen: state))
+    with pytest.raises(DataflowError, match=said) as caught:
+        state_of("policies.actor Counts", Counts())
+    assert caught.value.thing == "policies.actor Counts"
+
+
+def test_a_state_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"seen": [1, {"null": None}]}
+    monkeypatch.setattr(Counts, "shown", staticmethod(lambda seen: own))
+    copied = state_of("x", Counts())
+    assert copied == own and copied["seen"] is not own["seen"]
