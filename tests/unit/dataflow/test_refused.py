@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from astraflow.errors import WireError
 from astraflow.testing.dataflow import episode, small_config
@@ -30,3 +31,12 @@ def test_versions_that_do_not_exist_are_422_and_counted(serve: Serve) -> None:
     assert client.batch("actor", "t", 0, wait_s=5) is not None
     (lease,) = client.lease("n", 1).leases
     assert set(client.commit([episode(lease, "n", 1.0, 1)]).values()) == {"accepted"}  # step 1 may be published by now
+
+
+def test_rows_of_another_task_and_attempt_are_422_and_counted(serve: Serve) -> None:
+    client = serve(small_config()).start()
+    (lease,) = client.lease("n", 1).leases
+    other = replace(lease, task=replace(lease.task, row=99))
+    refused(422, lambda: client.commit([episode(other, "n")]), "column row=99 must be that of its lease")
+    assert client.status()["refused"] == {"column_row": 1}
+    assert set(client.commit([episode(lease, "n")]).values()) == {"accepted"}

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from astraflow.dataflow.machine.records import Batch, Entry, Put, QueuedGroup
+from astraflow.dataflow.machine.records import Batch, Entry, OpenGroup, Put, QueuedGroup
 from astraflow.dataflow.storage.batches import batch_table
 from astraflow.dataflow.storage.commits.rows import Known, episode_commits, row_facts
 from astraflow.errors import SchemaError
 from astraflow.models.scoring.packing import pack_rows, rows_from_table
 from astraflow.testing.dataflow import episode, trajectory
-from astraflow.types import Episode, EpisodeLease, Task, Trajectory
+from astraflow.types import Episode, EpisodeLease, Purpose, Task, Trajectory
 from astraflow.wire.codec import (
     TRAINING_SCHEMA,
     check_schema,
@@ -299,3 +299,57 @@ def test_tokens_that_no_model_has_and_samples_without_a_context_are_refused() ->
     fork = replace(bare, branch=1, parent_branch=0, fork_at=2)
     header, table = sent(with_trajectories(trajectory(1.0), fork))
     assert row_facts(header, table, KNOWN).rows[1][1] == 4
+
+
+def played(group_id: str, source: str, row: int, epoch: int, purpose: Purpose = "train") -> OpenGroup:
+    return OpenGroup(group_id, source, row, epoch, 1, purpose, [1] * 4, [0] * 4, ["n"] * 4, [None] * 4, 4)
+
+
+LEASED = KNOWN._replace(groups={"train/0/5": played("train/0/5", "train", 5, 0)})
+
+
+@pytest.mark.parametrize("name", ["episode_id", "attempt", "group_id", "source", "row", "epoch"])
+def test_rows_are_those_of_the_lease(name: str) -> None:
+    header, table = sent(*(with_trajectories(trajectory(1.0), k=k) for k in range(3)))
+    assert len(row_facts(header, table, LEASED).rows) == 3
+    at, values = table.schema.get_field_index(name), table.column(name).to_pylist()
+    values[1] = values[1] + 1 if isinstance(values[1], int) else "other/0/1"
+    changed = table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type))
+    with pytest.raises(SchemaError, match=rf"column {name}={values[1]} must .*\(row 1\)"):
+        row_facts(header, changed, LEASED)
+
+
+def test_what_is_not_played_any_more_may_say_what_it_likes_but_hides_nothing() -> None:
+    late = replace(with_trajectories(trajectory(1.0)), episode_id="train/0/9/0")  # says row 5
+    header, table = sent(late, with_trajectories(trajectory(1.0)))
+    assert len(row_facts(header, table, LEASED).rows) == 2
+    at = table.schema.get_field_index("row")
+    changed = table.set_column(at, table.schema.field(at), pa.array([5, 6], pa.int64()))
+    with pytest.raises(SchemaError, match=r"column row=6 must be that of its lease, 5 \(row 1\)"):
+        row_facts(header, changed, LEASED)
+
+
+@pytest.mark.parametrize("counts", [(1, -1, 1), (2, 1, 1), (1, 0, 1)])
+def test_headers_count_the_rows(counts: tuple[int, ...]) -> None:
+    header, table = sent(*(with_trajectories(trajectory(1.0), k=k) for k in range(3)))
+    if counts[1] < 0:
+        table = table.slice(0, 1)
+    for episode_header, count in zip(header.episodes, counts, strict=True):
+        episode_header.num_rows = count
+    with pytest.raises(SchemaError, match=r"header.num_rows=-1 must be >= 0|column episode_id=3 rows must follow"):
+        row_facts(header, table, KNOWN)
+
+
+def test_an_evaluation_is_of_its_version_or_a_newer_one() -> None:
+    group_id = "eval/3/held/5"
+    known = KNOWN._replace(groups={group_id: played(group_id, "held", 5, 0, "eval")})
+    rows = (trajectory(None, 3), trajectory(None, 2, policy="verifier"))
+    task = replace(lease().task, source="held")
+    made = replace(with_trajectories(*rows), episode_id=f"{group_id}/0", task=task)
+    header, table = sent(with_trajectories(trajectory(1.0, 0)), made)
+    with pytest.raises(
+        SchemaError, match=r"versions=2 must be at least 3, as min_versions .*\(row 2\)"
+    ):
+        row_facts(header, table, known)
+    header, table = sent(with_trajectories(trajectory(1.0, 0)), replace(made, trajectories=list(rows[:1])))
+    assert len(row_facts(header, table, known).rows) == 2

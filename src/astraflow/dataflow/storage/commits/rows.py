@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from astraflow.dataflow.machine.records import EpisodeCommit, Part, Put
+from astraflow.dataflow.machine.records import EpisodeCommit, OpenGroup, Part, Put
 from astraflow.dataflow.storage.commits.branches import check_branches
 from astraflow.dataflow.storage.commits.owners import check_owners, refuse_empty
 from astraflow.dataflow.storage.commits.token_facts import token_facts
@@ -35,6 +35,7 @@ class Known(NamedTuple):
     """What the run knows of what may come."""
 
     newest: Mapping[str, int]  # policy -> newest weight version that anybody can have
+    groups: Mapping[str, OpenGroup] = {}  # those whose episodes are played
 
 
 def row_facts(header: EpisodesHeader, table: pa.Table, known: Known) -> RowFacts:
@@ -45,11 +46,12 @@ def row_facts(header: EpisodesHeader, table: pa.Table, known: Known) -> RowFacts
     """
     rows = _one_batch(table)
     check_schema(rows, TRAJECTORY_SCHEMA)
-    names = check_owners(header, rows, known.newest)
+    names, floors = check_owners(header, rows, known.newest, known.groups)
     lengths = list_lengths(rows.column("token_ids"))
     refuse_empty(header, lengths)
     counts, oldest, newest, calls, first_sampled = token_facts(rows, lengths)
     _check_versions(names, newest, known.newest)
+    _check_floors(oldest, floors)
     check_branches(header, rows, names, lengths)
     _check_context(rows, first_sampled)
     rewards_per_call = _rewards_per_call(rows)
@@ -72,6 +74,16 @@ def _check_versions(names: list[str], newest: np.ndarray, known: Mapping[str, in
             "column versions", int(newest[row]), f"must be at most {known[names[row]]}, the newest version of "
             f"{names[row]} (row {row})", "send the version that sampled each token, as the trainer published it",
         )  # fmt: skip
+
+
+def _check_floors(oldest: np.ndarray, floors: Mapping[int, int]) -> None:
+    """An evaluation round is of its version or newer ones. What is too old to be trained on is dropped and counted."""
+    for row, floor in floors.items():
+        if 0 <= oldest[row] < floor:
+            raise SchemaError(
+                "column versions", int(oldest[row]), f"must be at least {floor}, as min_versions of its lease says "
+                f"(row {row})", "fetch the newest weights before an episode starts",
+            )  # fmt: skip
 
 
 def _check_context(rows: pa.RecordBatch, first_sampled: np.ndarray) -> None:
