@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,56 +12,43 @@ from typing import TypeVar
 from astraflow.errors import Unreachable, WireError
 from astraflow.rollout.loop import in_thread
 from astraflow.types import Episode
-from astraflow.wire.client import DISK_FULL
+from astraflow.wire.patience import Patience, is_away
 
 R = TypeVar("R")
 log = logging.getLogger("astraflow.node")
 MAX_EPISODES = 256  # of one request
-TELL_EVERY_S = 10.0
 _PAUSE_S = 0.5
 
 
-class Reach:
+class Reach(Patience):
     """How long the dataflow service has been out of reach, over all loops of a node; asks again meanwhile."""
 
-    def __init__(self, give_up_s: float) -> None:
-        self.give_up_s = give_up_s
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(limit_s, "; episodes go on")  # one of the loops says it for all
         self._last = time.monotonic()
-        self._told = -math.inf
-        self.num_failures = 0
 
     async def ask(self, what: str, request: Callable[[], R]) -> R:
         """What `request` returns, which blocks and is called on a thread; again while the service is away or its disk
         is full.
 
-        Raises: Unreachable: no loop got an answer for `give_up_s`. WireError: it refused, or its disk has been full
-        for this request for `give_up_s`.
+        Raises: Unreachable: no loop got an answer for `limit_s`. WireError: it refused, or its disk has been full
+        for this request for `limit_s`.
         """
         began = time.monotonic()
         while True:
             try:
                 reply = await in_thread(request, what)
             except Unreachable as error:
-                self._failed(error, self._last)
+                self.failed(error, self._last)
             except WireError as error:
                 self._last = time.monotonic()
-                if error.status != DISK_FULL:
+                if not is_away(error):
                     raise
-                self._failed(error, began)
+                self.failed(error, began)
             else:
                 self._last = time.monotonic()
                 return reply
             await asyncio.sleep(_PAUSE_S)
-
-    def _failed(self, error: WireError, since: float) -> None:
-        self.num_failures += 1
-        lasted_s = time.monotonic() - since
-        if lasted_s > self.give_up_s:
-            raise type(error)(f"{error}; given up after {lasted_s:.0f} s", error.status) from error
-        if time.monotonic() - self._told >= TELL_EVERY_S:  # one of the loops says it for all
-            self._told = time.monotonic()
-            left_s = self.give_up_s - lasted_s
-            log.warning("waits for the dataflow service, up to %.0f s more; episodes go on: %s", left_s, error)
 
 
 class Committer:

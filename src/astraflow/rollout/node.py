@@ -53,12 +53,11 @@ from astraflow.types import WeightVersion
 from astraflow.weights.client import WeightClient
 from astraflow.wire.app import bind, serve
 from astraflow.wire.messages import Join, RunReply
+from astraflow.wire.patience import FIRST_ANSWER_S, GONE_S, RETRY_S
 
 log = logging.getLogger("astraflow.node")
 
 POLL_S = 20.0  # longest wait of one request for leases
-_RETRY_S = 2.0  # one try of an unreachable service, after which the log says what is waited for
-_START_S = 30.0  # a service that has never answered is given up earlier
 _SWITCH_S = 0.0005  # the engine's thread and the loop share the interpreter; the default of 5 ms stalls calls
 
 
@@ -73,7 +72,7 @@ class NodeOptions:
     workers: int = 1
     threads: int = 1  # intra-op threads of an engine
     delay_s: float = 0.0  # added to every call of a workflow
-    give_up_s: float = 120.0  # of silence of the dataflow service
+    give_up_s: float = GONE_S  # of silence of the dataflow service
     drain_s: float = 10.0  # to finish what is in play when told to leave; the rest is handed back
     cache: Path = field(default_factory=cache_dir)
     limits: PoolLimits = field(default_factory=PoolLimits)
@@ -117,10 +116,10 @@ class _Node:
     def __init__(self, options: NodeOptions) -> None:
         self._options = options
         self._id = f"{options.name}-{uuid.uuid4().hex[:12]}"
-        self._client = DataflowClient(options.dataflow_url, options.token, give_up_s=min(_RETRY_S, options.give_up_s))
+        self._client = DataflowClient(options.dataflow_url, options.token, give_up_s=min(RETRY_S, options.give_up_s))
         self._weight_client = WeightClient(options.token)
         self._weights: dict[str, Weights] = {}
-        self._reach = Reach(min(_START_S, options.give_up_s))
+        self._reach = Reach(min(FIRST_ANSWER_S, options.give_up_s))
         self._committer = Committer(self._client.commit, self._reach)
         self._leaving = asyncio.Event()
         self._closing = contextlib.AsyncExitStack()
@@ -139,7 +138,7 @@ class _Node:
     async def live(self) -> None:
         """Join, build, play until told to leave."""
         reply = await self._reach.ask("run", self._client.run)
-        self._reach.give_up_s = self._options.give_up_s
+        self._reach.limit_s = self._options.give_up_s
         if reply.finished:
             log.info("the run is over already")
             return

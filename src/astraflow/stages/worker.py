@@ -19,9 +19,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -30,25 +29,15 @@ from astraflow.config.load import config_from_json
 from astraflow.config.stages import TASK_COLUMN
 from astraflow.contracts import Stage
 from astraflow.dataflow.client import DataflowClient
-from astraflow.errors import Unreachable, WireError
+from astraflow.errors import WireError
 from astraflow.observe.process import settle_memory, stop_signals
 from astraflow.stages.context import StageRun, build_stage
 from astraflow.wire import messages as m
+from astraflow.wire.patience import FIRST_ANSWER_S, RETRY_S, Stopped, ask_patiently
 
-DATAFLOW_GONE_S = 120.0
-FIRST_ANSWER_S = 30.0
 POLL_S = 2.0
-TELL_EVERY_S = 10.0
-RETRY_S = 2.0  # one try of an unreachable service, after which the wait is logged and a stop signal is seen
-NO_ROOM = 507  # HTTP: the disk of the service is full
-
-T = TypeVar("T")
 Entries = Sequence[m.StageLease]
 log = logging.getLogger(__name__)
-
-
-class Stopped(Exception):
-    """A stop signal came while the service did not answer."""
 
 
 def run_stage(dataflow: str, name: str, *, threads: int = 0, token: str | None = None) -> None:
@@ -60,9 +49,8 @@ def run_stage(dataflow: str, name: str, *, threads: int = 0, token: str | None =
         stop = stack.enter_context(stop_signals())
         client = DataflowClient(dataflow, token, give_up_s=RETRY_S)
         stack.callback(client.close)
-        reach = Reach(stop)
         try:
-            reply = reach.ask(client.run, FIRST_ANSWER_S)
+            reply = ask_patiently(client.run, stop, FIRST_ANSWER_S)
             config = config_from_json(msgspec.json.encode(reply.config))
             run = StageRun(config, name, threads=threads, token=token, stop=stop)
             stack.callback(run.close)
@@ -70,16 +58,16 @@ def run_stage(dataflow: str, name: str, *, threads: int = 0, token: str | None =
             stack.callback(stage.close)
             settle_memory()
             if not reply.finished:
-                Worker(client, run, stage, reach).work(DataflowClient(dataflow, token, give_up_s=RETRY_S))
-        except Stopped:
+                Worker(client, run, stage).work(DataflowClient(dataflow, token, give_up_s=RETRY_S))
+        except Stopped:  # while it waited
             return
 
 
 class Worker:
     """One worker of one stage."""
 
-    def __init__(self, client: DataflowClient, run: StageRun, stage: Stage, reach: Reach) -> None:
-        self._client, self._run, self._stage, self._reach = client, run, stage, reach
+    def __init__(self, client: DataflowClient, run: StageRun, stage: Stage) -> None:
+        self._client, self._run, self._stage = client, run, stage
         self._name, self._rows = run.name, run.config.stages[run.name].rows
         self._id = f"{run.name}-{uuid.uuid4().hex[:12]}"
         self._stats = {"rows": 0.0, "failed": 0.0, "refused": 0.0, "busy_s": 0.0, "wait_s": 0.0}
@@ -117,10 +105,11 @@ class Worker:
 
     def _lease(self) -> tuple[m.StageRows, pa.Table]:
         request_id = uuid.uuid4().hex  # a request whose answer is lost is asked again, and gets the same rows
-        return self._reach.ask(
+        return ask_patiently(
             lambda: self._client.stage_lease(
                 self._name, self._id, self._rows, wait_s=POLL_S, request_id=request_id, stats=self.stats()
-            )
+            ),
+            self._run.stop,
         )
 
     def _serve(self, header: m.StageRows, rows: pa.Table) -> None:
@@ -163,7 +152,7 @@ class Worker:
 
     def _hand_in(self, header: m.ColumnsHeader, columns: pa.Table) -> None:
         try:
-            results = self._reach.ask(lambda: self._client.stage_columns(self._name, header, columns))
+            results = ask_patiently(lambda: self._client.stage_columns(self._name, header, columns), self._run.stop)
         except WireError as error:
             if error.status != 422:
                 raise
@@ -198,32 +187,6 @@ class Worker:
             ended.set()
             client.close()
             thread.join(RETRY_S)
-
-
-class Reach:
-    """Asks a service that may be out of reach for a while; says in the log what is waited for."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-
-    def ask(self, call: Callable[[], T], gone_s: float = DATAFLOW_GONE_S) -> T:
-        """The answer. Raises: Stopped: a stop signal came. WireError: refused, or no answer in `gone_s`."""
-        begin, told = time.monotonic(), 0.0
-        while True:
-            try:
-                return call()
-            except WireError as error:
-                if not isinstance(error, Unreachable) and error.status != NO_ROOM:
-                    raise
-                if self._stop.is_set():
-                    raise Stopped from error
-                now = time.monotonic()
-                if now - begin >= gone_s:
-                    raise Unreachable(f"{error}; given up after {now - begin:.0f} s", error.status) from error
-                if now - told >= TELL_EVERY_S:
-                    told = now
-                    log.warning("waits for the dataflow service, up to %.0f s more: %s", gone_s - (now - begin), error)
-                self._stop.wait(0.1)
 
 
 def _with_tasks(leases: Entries, rows: pa.Table) -> pa.Table:

@@ -15,7 +15,7 @@ from astraflow.config.schema import RunConfig
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import ConfigError, WireError
 from astraflow.stages.context import StageRun, build_stage
-from astraflow.stages.worker import Reach, Worker, run_stage
+from astraflow.stages.worker import Worker, run_stage
 from astraflow.testing.dataflow import check_law, policy_section, small_config, sources
 from astraflow.testing.runs import wait_until
 from astraflow.testing.services import DataflowThread, PlayingNode
@@ -96,7 +96,7 @@ def work_until(service: DataflowThread, config: RunConfig, stage: Any, reached: 
     stop = threading.Event()
     run = StageRun(config, "echo", stop=stop)
     client = DataflowClient(service.url, give_up_s=2.0)
-    worker = Worker(client, run, stage, Reach(stop))
+    worker = Worker(client, run, stage)
     with in_background(lambda: worker.work(DataflowClient(service.url, give_up_s=2.0))):
         wait_until(lambda: service.call(reached), "what the stage should do", 20)
         stop.set()
@@ -162,7 +162,7 @@ def test_a_stage_that_breaks_its_contract_stops_the_run_by_name(tmp_path: Path, 
         client = DataflowClient(service.url, give_up_s=2.0)
         client.resume("actor", Resume(trainer_id="t", version=0, urls=(), run_id=client.run().run_id))
         stop = threading.Event()
-        worker = Worker(client, StageRun(config, "echo", stop=stop), EchoStage(wrong=wrong), Reach(stop))
+        worker = Worker(client, StageRun(config, "echo", stop=stop), EchoStage(wrong=wrong))
         with pytest.raises(WireError, match=r"stage_echo 3.*stages\.echo"):
             worker.work(DataflowClient(service.url, give_up_s=2.0))
         service.call(lambda: check_law(service.shell.machine))
@@ -188,7 +188,7 @@ def test_one_lease_is_ahead_while_the_stage_works_and_a_stop_gives_all_rows_back
         client = DataflowClient(service.url, give_up_s=2.0)
         client.resume("actor", Resume(trainer_id="t", version=0, urls=(), run_id=client.run().run_id))
         stop, stage = threading.Event(), Silent()
-        worker = Worker(client, StageRun(config, "echo", stop=stop), stage, Reach(stop))
+        worker = Worker(client, StageRun(config, "echo", stop=stop), stage)
         state = service.shell.machine.state.stages["echo"]
 
         def held() -> list[str]:

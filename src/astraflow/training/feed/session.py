@@ -20,7 +20,6 @@ A service that restarts, or whose disk is full, is waited for: every request is 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 import uuid
@@ -40,15 +39,12 @@ from astraflow.errors import ConfigError, TrainingError, Unreachable, WireError
 from astraflow.training.feed.publisher import Publisher
 from astraflow.types import BatchHeader
 from astraflow.wire.messages import Resume
+from astraflow.wire.patience import FIRST_ANSWER_S, GONE_S, RETRY_S, Stopped, ask_patiently
 
-DATAFLOW_GONE_S = 120.0
-FIRST_ANSWER_S = 30.0
-LEAVING_S = 20.0  # the same at the end of the run, when the service may have left before us
+LEAVING_S = 20.0  # the patience at the end of the run, when the service may have left before us
 POLL_S = 2.0
 TELL_EVERY_S = 30.0
-RETRY_S = 2.0  # one try of an unreachable service, after which the wait is logged and a stop is seen
 GONE = 410  # HTTP: the run is over
-NO_ROOM = 507  # HTTP: the disk of the service is full
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -219,29 +215,16 @@ class TrainerSession:
         except Unreachable:
             log.info("the dataflow service is gone; the run is over for %s", self._policy)
 
-    def patient(self, call: Callable[[], T], gone_s: float | None = None) -> T:
+    def patient(self, call: Callable[[], T], gone_s: float = GONE_S) -> T:
         """The answer of a service that may be out of reach for a while; says in the log what is waited for.
 
         Raises: Interrupted: `stop` was set while it did not answer. WireError: refused, or no answer in `gone_s`.
         """
-        limit_s = DATAFLOW_GONE_S if gone_s is None else gone_s
-        begin, told = time.monotonic(), -math.inf
-        while True:
-            try:
-                return call()
-            except WireError as error:
-                if not isinstance(error, Unreachable) and error.status != NO_ROOM:
-                    raise
-                now = time.monotonic()
-                if self._stop.is_set():
-                    log.info("stopped while it waited for the dataflow service")
-                    raise Interrupted from error
-                if now - begin >= limit_s:
-                    raise Unreachable(f"{error}; given up after {now - begin:.0f} s", error.status) from error
-                if now - told >= TELL_EVERY_S / 3:
-                    told = now
-                    log.warning("waits for the dataflow service, up to %.0f s more: %s", limit_s - (now - begin), error)
-                self._stop.wait(0.1)
+        try:
+            return ask_patiently(call, self._stop, gone_s)
+        except Stopped as error:
+            log.info("stopped while it waited for the dataflow service")
+            raise Interrupted from error
 
     def check(self) -> None:
         """Raise what the heartbeat thread died of, as when a newer trainer took over."""
@@ -270,7 +253,7 @@ class TrainerSession:
 
     def _start_beating(self) -> None:
         if self._beats is None:
-            self._beats = DataflowClient(self._url, self._token, give_up_s=DATAFLOW_GONE_S)
+            self._beats = DataflowClient(self._url, self._token, give_up_s=GONE_S)
             name = f"heartbeat-{self._policy}"
             self._beating = threading.Thread(target=self._beat, args=(self._beats,), name=name, daemon=True)
             self._beating.start()
