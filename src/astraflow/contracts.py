@@ -53,6 +53,8 @@ class Operator(Protocol):
     max_age: int | None = None
     """Versions by which what it selects may be behind the trainer, set in `__init__`; None: `batch.max_staleness`. More
     than that is refused unless the loss corrects off-policy data."""
+    estimator: Operator | None = None
+    """What makes the advantages after this operator of a policy; set when the list is made, before the first hook."""
     min_siblings: int = 1
     """Episodes per task below which it can do nothing: such a run file is refused. May be set in `__init__` too."""
 
@@ -67,6 +69,10 @@ class Operator(Protocol):
     def on_group(self, group: Group) -> Group | str:
         """Pass the (perhaps changed) group on, or return the reason for which it is dropped."""
         return group
+
+    def sees_difference(self, group: Group) -> bool:
+        """Of phase credit: it tells episodes of equal rewards apart all the same, as by the rewards of their calls."""
+        return False
 
     def select(self, stored: Sequence[Stored], groups: int, step: int) -> list[str]:
         """Trained groups that take part in the batch of `step` again: ids from `stored`, fewer than `groups`.

@@ -20,6 +20,7 @@ from astraflow.config.load import torch_components
 from astraflow.config.rooms import ROOMS, build, check_options, resolve
 from astraflow.config.schema import RunConfig
 from astraflow.dataflow.machine.plan import plan_of
+from astraflow.dataflow.operators.chain import chain_of
 from astraflow.dataflow.operators.source.chain import source_chain_of
 from astraflow.errors import AstraFlowError, ConfigError, Problem, SourceError
 from astraflow.observe.trackers import TRACKERS
@@ -150,7 +151,7 @@ def check_play(config: RunConfig) -> dict[str, int]:
 
     Raises: SourceError: a source is missing, malformed or empty, or lacks what is asked of its rows. Problem,
     ConfigError: the workflow cannot be built, or a setting does not fit the sources. DataflowError: an operator of a
-    source fails on its first row.
+    source fails on its first row, or the state of an operator cannot be kept.
     """
     workflow = build_workflow(config.workflow, sorted(config.policies))
     rows, first, sources = {}, {}, {}
@@ -169,6 +170,7 @@ def check_play(config: RunConfig) -> dict[str, int]:
         chain = source_chain_of(name, config.sources[name])
         chain.admit(Task(name, 0, 0, first[name]), SourceView(0, 0, 0), 0.0)
     for policy, section in config.policies.items():
+        chain_of(policy, section)
         if section.warm_start is not None:
             name = section.warm_start.source
             _check_keys(name, first[name], ("messages",), f"policies.{policy}.warm_start learns from it")

@@ -125,10 +125,10 @@ async def test_numbers_of_numpy_are_plain_ones_after_a_restart(
     await play(first)
     state = json.loads(first.machine.snapshot())
     first.close()
-    assert found == []
+    assert found.pop(0)["seen"] == 0.0 and found == [], "the first start tries it"
     again = Shell(config_of(place), tmp_path, sources())
     assert (
-        found == [{"seen": 4.0, "of": [0, 1], "no": None, "yes": True}]
+        found[1:] == [{"seen": 4.0, "of": [0, 1], "no": None, "yes": True}]
         and json.loads(again.machine.snapshot()) == state
     )
     again.close()
@@ -147,7 +147,6 @@ async def test_hooks_for_the_state_that_raise_are_named_at_the_start(
         Shell(config_of(place), tmp_path, sources())
     assert caught.value.thing == name_of(place)
     monkeypatch.setattr(Counts, "shown", staticmethod(lambda seen: {"seen": seen}))
-    Shell(config_of(place), tmp_path, sources()).close()
     monkeypatch.setattr(Counts, "loads", staticmethod(fails))
     with pytest.raises(DataflowError, match=r"KeyError: 'zz' failed in load_state_dict") as caught:
         Shell(config_of(place), tmp_path, sources())

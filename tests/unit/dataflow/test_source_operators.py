@@ -120,6 +120,24 @@ def test_greso_lowers_the_probability_with_each_group_of_equal_rewards() -> None
     assert operator.admit(task(2), VIEW) == 0.25
 
 
+def test_greso_calls_easy_what_is_above_its_bound() -> None:
+    operator = Greso(p_easy=0.5, p_hard=0.8, floor_hard=0.0, easy_above=0.5)
+    operator.on_result(group([0.5, 0.5]))
+    assert operator.admit(task(), VIEW) == 0.8
+    operator.on_result(group([0.75, 0.75], task(1)))
+    assert operator.admit(task(1), VIEW) == 0.5
+
+
+def test_greso_does_not_skip_what_differs_by_its_calls() -> None:
+    operator, one = Greso(), group([1.0, 1.0, None])
+    one.rewards_per_call = [(0.0, 1.0), (1.0, 0.0), ()]
+    operator.on_result(one)
+    assert operator.admit(task(), VIEW) == 1.0
+    one.rewards_per_call = [(0.0, 1.0), (0.0, 1.0), ()]
+    operator.on_result(one)
+    assert operator.admit(task(), VIEW) == 0.5
+
+
 def test_greso_takes_no_part_in_groups_without_two_scored_episodes() -> None:
     operator = Greso()
     operator.on_result(group([None, 1.0]))

@@ -26,6 +26,8 @@ class Chain:
     def __init__(self, where: str, operators: Sequence[Operator], advantage: Operator) -> None:
         early = [o for o in operators if o.phase in ("filter", "shape")]
         self.operators = (*early, advantage, *operators[len(early) :])
+        for operator in operators:
+            operator.estimator = advantage
         self._names = [f"{where} {type(o).__name__}" for o in self.operators]
         named = zip(self._names, self.operators, strict=True)
         self._on_batch = [(n, o) for n, o in named if type(o).on_batch is not Operator.on_batch]
@@ -86,9 +88,11 @@ class Chain:
 def chain_of(name: str, policy: PolicySection) -> Chain:
     """The chain that the run file asks for.
 
-    Raises: ConfigError: everything that is wrong with the policy's operators.
+    Raises: ConfigError: everything that is wrong with the policy's operators. DataflowError: their states.
     """
     made = operators_of_policy(name, policy)
     if made.problems or made.advantage is None:
         raise ConfigError(f"policies.{name}", made.problems)
-    return Chain(f"policies.{name}", [x.operator for x in made.listed], made.advantage.operator)
+    chain = Chain(f"policies.{name}", [x.operator for x in made.listed], made.advantage.operator)
+    chain.load_state_dicts(chain.state_dicts())  # what a restart would fail on is found at the first start
+    return chain

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow.contracts import Operator
+from astraflow.dataflow.operators.credit.per_call import PerCall
+from astraflow.dataflow.operators.credit.relative import Grpo
 from astraflow.dataflow.operators.filters.dedup import Dedup
 from astraflow.dataflow.operators.filters.keep_all import KeepAll
 from astraflow.dataflow.operators.filters.length_filter import LengthFilter
 from astraflow.dataflow.operators.filters.zero_variance import ZeroVariance
 from astraflow.errors import DataflowError
-from astraflow.testing.operators import check_operator, group, tokens
+from astraflow.testing.operators import chain, check_operator, group, tokens
 from astraflow.types import Group, Task
 
 
@@ -27,6 +29,27 @@ def test_zero_variance_drops_equal_groups_and_ignores_unscored_members() -> None
     assert ZeroVariance().on_group(group([0.5, 0.5, None])) == "zero_variance"
     assert ZeroVariance().on_group(group([None, None])) == "zero_variance"
     assert rewards(ZeroVariance().on_group(group([0.5, 0.4]))) == [0.5, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "calls", "nums", "kept"),
+    [
+        (PerCall(), [(0.0, 1.0), (1.0, 0.0)], [2, 2], True),
+        (PerCall(), [(0.0, 1.0), (0.0, 1.0)], [2, 2], False),
+        (PerCall(), [(), ()], [1, 2], False),
+        (PerCall(gamma=0.5), [(), ()], [1, 2], True),  # the outcome is discounted over other numbers of calls
+        (PerCall(gamma=0.5, baseline="group"), [(), ()], [2, 2], True),
+        (Grpo(), [(0.0, 1.0), (1.0, 0.0)], [2, 2], False),
+    ],
+)
+def test_zero_variance_keeps_what_the_estimator_tells_apart_by_its_calls(
+    estimator: Operator, calls: Any, nums: list[int], kept: bool
+) -> None:
+    one = group([1.0, 1.0, None], rewards_per_call=[*calls, (9.0,)], num_calls=[*nums, 1])
+    result = chain(ZeroVariance(), advantage=estimator).on_group(one)
+    assert isinstance(result, Group) == kept
+    if isinstance(result, Group):
+        assert result.call_advantages is not None and any(a for c in result.call_advantages for a in c)
 
 
 def test_zero_variance_drops_almost_equal_groups_when_asked() -> None:

@@ -108,10 +108,10 @@ def test_balanced_weights_average_to_one_over_the_tokens(spec: list[tuple[str, l
 
 
 def test_balance_smooths_the_length_of_a_source_over_batches() -> None:
-    balance = Balance(smooth=0.5)
+    balance = Balance(smooth=0.75)
     weights(balance, batch(("a", [10]), ("b", [10])))
-    # b now has 30, its moving mean 20: 1/10 and 1/20 of 40 tokens, scaled so that 10 w_a + 30 w_b = 40
-    assert weights(balance, batch(("a", [10]), ("b", [30]))) == pytest.approx([1.6, 0.8])
+    # b now has 30, its moving mean 15: 1/10 and 1/15 of 40 tokens, scaled so that 10 w_a + 30 w_b = 40
+    assert weights(balance, batch(("a", [10]), ("b", [30]))) == pytest.approx([4 / 3, 8 / 9])
 
 
 def test_weights_multiply() -> None:

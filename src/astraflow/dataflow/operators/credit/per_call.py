@@ -50,16 +50,22 @@ class PerCall(Operator):
         self.min_siblings = 1 if baseline == "none" else 2
 
     def on_group(self, group: Group) -> Group | str:
-        returns = [self._returns(group, k) for k in range(len(group.rewards))]
-        most = max(map(len, returns), default=0)
-        if self._baseline == "group":
-            of_call = [[g for calls in returns for g in calls]] * most
-        else:
-            of_call = [[calls[c] for calls in returns if len(calls) > c] for c in range(most)]
+        returns, of_call = self._compared(group)
         lines = [self._line(values) for values in of_call]
         credit = [tuple((g - lines[c][0]) * lines[c][1] for c, g in enumerate(calls)) for calls in returns]
         group.call_advantages = credit
         return group
+
+    def sees_difference(self, group: Group) -> bool:
+        return any(min(values) != max(values) for values in self._compared(group)[1])
+
+    def _compared(self, group: Group) -> tuple[list[list[float]], list[list[float]]]:
+        """Returns of each episode; and, for each number of a call, the returns that it is compared with."""
+        returns = [self._returns(group, k) for k in range(len(group.rewards))]
+        most = max(map(len, returns), default=0)
+        if self._baseline == "group":
+            return returns, [[g for calls in returns for g in calls]] * most
+        return returns, [[calls[c] for calls in returns if len(calls) > c] for c in range(most)]
 
     def _returns(self, group: Group, k: int) -> list[float]:
         """Reward to go of each call of one episode; empty when it is unscored."""

@@ -8,7 +8,8 @@ from astraflow.types import Group
 
 
 class ZeroVariance(Operator):
-    """Drops a group whose scored episodes have the same reward: every group-relative advantage would be 0.
+    """Drops a group whose scored episodes have the same reward: every group-relative advantage would be 0. One that
+    the estimator tells apart all the same stays: with `per_call` the rewards of calls may differ.
 
     A dropped group frees its slot, so another task is admitted in its place and the batch keeps its size: that is
     dynamic sampling. `batch.max_dropped_groups` bounds how many are dropped without one batch.
@@ -24,4 +25,6 @@ class ZeroVariance(Operator):
 
     def on_group(self, group: Group) -> Group | str:
         rewards = scored(group.rewards)
-        return group if rewards and mean_std(rewards)[1] > self._min_std else "zero_variance"
+        if rewards and mean_std(rewards)[1] > self._min_std:
+            return group
+        return group if self.estimator is not None and self.estimator.sees_difference(group) else "zero_variance"

@@ -98,9 +98,11 @@ class SourceChain:
 def source_chain_of(name: str, source: SourceSection) -> SourceChain:
     """The chain that the run file asks for.
 
-    Raises: ConfigError: everything that is wrong with the source's operators.
+    Raises: ConfigError: everything that is wrong with the source's operators. DataflowError: their states.
     """
     made = operators_of_source(name, source)
     if made.problems:
         raise ConfigError(f"sources.{name}", made.problems)
-    return SourceChain(f"sources.{name}", [(x.type, x.operator) for x in made.listed])
+    chain = SourceChain(f"sources.{name}", [(x.type, x.operator) for x in made.listed])
+    chain.load_state_dicts(chain.state_dicts())  # what a restart would fail on is found at the first start
+    return chain

@@ -19,8 +19,12 @@ def success_rate(group: Group, threshold: float) -> float | None:
 
 
 def equal_reward(group: Group) -> tuple[bool, float] | None:
-    """Whether all scored episodes have the same reward, and their mean; None: fewer than two are scored."""
+    """Whether all scored episodes have the same reward, also per call, and its mean; None: fewer than two are scored.
+
+    Rewards per call count whatever the estimator makes of them: a task that may still teach is not skipped.
+    """
     rewards = scored(group.rewards)
     if len(rewards) < 2:
         return None
-    return min(rewards) == max(rewards), math.fsum(rewards) / len(rewards)
+    calls = {tuple(c) for c, r in zip(group.rewards_per_call, group.rewards, strict=True) if r is not None}
+    return min(rewards) == max(rewards) and len(calls) == 1, math.fsum(rewards) / len(rewards)
