@@ -234,6 +234,7 @@ class DataflowSection(Strict):
     )
     fsync: bool = Field(False, description="true: every commit survives a power failure, not only a kill")
     max_body_bytes: int = Field(1 << 30, ge=1 << 20, description="largest request body")
+    max_episode_tokens: int = Field(1 << 18, ge=1, description="most tokens of an episode, over all its rows")
     snapshot_every: int = Field(2000, ge=10, description="journaled commands between two snapshots")
 
 

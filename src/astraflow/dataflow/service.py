@@ -131,7 +131,8 @@ class _Endpoints:
     async def commit(self, request: Request) -> Response:
         with await read_stream_body(request) as body:
             header, table = read_stream(body.view, m.EpisodesHeader)
-            known = Known(self._machine.leases.newest(), self._machine.state.groups)
+            leases, most = self._machine.leases, self._shell.config.dataflow.max_episode_tokens
+            known = Known(leases.newest(), self._machine.state.groups, most)
             facts = row_facts(header, table, known)
             put = self._shell.segments.store(body) if table.num_rows else None  # no await until it is submitted
         command = c.CommitEpisodes(header.node_id, put, episode_commits(header, facts, put))

@@ -189,7 +189,8 @@ class _Node:
         pool = WorkerPool(options.workers, hello, self._start_waiting, options.limits)
         self._closing.push_async_callback(pool.close)
         await pool.start()
-        runner_options = RunnerOptions(self._id, options.concurrency, options.delay_s)
+        most = config.dataflow.max_episode_tokens
+        runner_options = RunnerOptions(self._id, options.concurrency, options.delay_s, most)
         runner = Runner(
             runner_options, gateway, engines, pool, self._committer.add, lambda name: self._weights[name].announced
         )

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from astraflow.contracts import Engine
 from astraflow.errors import AstraFlowError, EpisodeError, WireError
 from astraflow.rollout.context.trie import trajectories
@@ -39,6 +41,7 @@ class RunnerOptions:
     node_id: str
     capacity: int  # episodes in play at once
     delay_s: float = 0.0  # added to every call of a workflow
+    max_tokens: int | None = None  # of an episode that is handed in; None: any number
     patience_s: float = 0.5  # an episode waits so long for the newest weights: what starts fresh is rarely dropped
 
 
@@ -223,6 +226,7 @@ class Runner:
             return
         wall_s = time.monotonic() - play.received
         episode = build_episode(capture, self._options.node_id, outcome, error, wall_s)
+        episode = _fitting(episode, self._options.max_tokens)
         kind = "done" if episode.error is None else error_kind(episode.error)
         if episode.error is not None and kind not in self.endings:
             log.warning("%s failed: %s (others of this kind are counted only)", lease.episode_id, episode.error)
@@ -248,6 +252,15 @@ def build_episode(
         episode_id=lease.episode_id, attempt=lease.attempt, node_id=node_id, task=lease.task, trajectories=branches,
         error=error, metrics=outcome.metrics if outcome is not None else {}, wall_s=wall_s,
     )  # fmt: skip
+
+
+def _fitting(episode: Episode, most: int | None) -> Episode:
+    """The dataflow service refuses an episode of more tokens, so it is an error."""
+    tokens = sum(len(t.token_ids) for t in episode.trajectories)
+    if most is None or tokens <= most:
+        return episode
+    error = f"overlong: tokens={tokens} must be at most {most}; end it earlier, or raise dataflow.max_episode_tokens"
+    return replace(episode, trajectories=[], error=error)
 
 
 def _branches(capture: EpisodeCapture, outcome: Outcome) -> list[Trajectory]:

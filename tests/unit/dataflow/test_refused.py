@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from astraflow.errors import WireError
-from astraflow.testing.dataflow import episode, small_config
+from astraflow.testing.dataflow import episode, small_config, trajectory
 
 Serve = Callable[..., Any]
 
@@ -31,6 +31,18 @@ def test_versions_that_do_not_exist_are_422_and_counted(serve: Serve) -> None:
     assert client.batch("actor", "t", 0, wait_s=5) is not None
     (lease,) = client.lease("n", 1).leases
     assert set(client.commit([episode(lease, "n", 1.0, 1)]).values()) == {"accepted"}  # step 1 may be published by now
+
+
+def test_an_episode_of_too_many_tokens_is_422_and_counted(serve: Serve) -> None:
+    client = serve(small_config(dataflow={"max_episode_tokens": 8})).start()
+    first, second = client.lease("n", 2).leases
+    rows = [trajectory(1.0, tokens=4), trajectory(1.0, tokens=5, branch=1)]
+    made = [episode(first, "n"), episode(second, "n", trajectories=rows)]
+    problem = rf"episode.tokens=9 must be at most 8 \({second.episode_id}, row 1\); .*dataflow.max_episode_tokens"
+    refused(422, lambda: client.commit(made), problem)
+    assert client.status()["refused"] == {"overlong": 1}
+    made[1] = episode(second, "n", trajectories=[trajectory(1.0, tokens=8)])
+    assert set(client.commit(made).values()) == {"accepted"}
 
 
 def test_rows_of_another_task_and_attempt_are_422_and_counted(serve: Serve) -> None:

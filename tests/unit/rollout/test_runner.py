@@ -50,14 +50,16 @@ def lease(kind, number=0, *, timeout_s=20.0, attempt=1, version=0):
 class Bench:
     """A runner on one worker; episodes land in `episodes` in the order in which they end."""
 
-    def __init__(self, workflow, engine):
+    def __init__(self, workflow, engine, max_tokens=None):
         self.engine = engine
         self.gateway = Gateway({"actor": PolicyEndpoint(engine, CharChat(), BracketParser())})
         hello = Hello(f"rollout_scripts:{workflow}", {}, ["actor"], "http://127.0.0.1:1/v1", LIMITS.pulse_s)
         self.pool = WorkerPool(1, hello, lambda: self.runner.start_waiting(), LIMITS)
         self.episodes = []
         self.ended = asyncio.Event()
-        self.runner = Runner(RunnerOptions("n", 100), self.gateway, {"actor": engine}, self.pool, self._add)
+        self.runner = Runner(
+            RunnerOptions("n", 100, max_tokens=max_tokens), self.gateway, {"actor": engine}, self.pool, self._add
+        )
 
     def _add(self, episode):
         self.episodes.append(episode)
@@ -74,11 +76,11 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(workflow="play_by_kind", *, held=False, max_context=4096, version=0):
+async def bench(workflow="play_by_kind", *, held=False, max_context=4096, version=0, max_tokens=None):
     engine = ScriptedEngine(right_calls, held=held, max_context=max_context)
     if version >= 0:
         engine.load_weights(version, {})
-    made = Bench(workflow, engine)
+    made = Bench(workflow, engine, max_tokens)
     await made.pool.start()
     watch = asyncio.create_task(made.pool.watch())
     try:
@@ -132,6 +134,18 @@ def test_a_list_of_rewards_per_call_is_for_one_policy():
     assert episode.error is not None
     assert episode.error.startswith("reward: rewards_per_call=[1.0] must name a policy")
     assert "judge, solver" in episode.error
+
+
+async def test_an_episode_that_the_service_would_refuse_for_its_length_is_an_error():
+    async with bench() as made:
+        (played,) = await made.play(lease("outcome"))
+        size = sum(len(t.token_ids) for t in played.trajectories)
+    for most, taken in ((size, True), (size - 1, False)):
+        async with bench(max_tokens=most) as made:
+            (episode,) = await made.play(lease("outcome"))
+            assert bool(episode.trajectories) == (episode.error is None) == taken
+            assert made.runner.endings == {"done" if taken else "overlong": 1}
+    assert episode.error.startswith(f"overlong: tokens={size} must be at most {size - 1}; end it earlier")
 
 
 async def test_the_first_failure_of_each_kind_is_logged(caplog):

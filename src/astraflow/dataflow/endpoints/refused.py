@@ -16,6 +16,12 @@ _BY_STATUS = {
     422: "malformed",
     426: "protocol",
 }
+_BY_THING = {
+    "column": "column_missing",
+    "body": "not_arrow",
+    "episode": "empty_episode",
+    "episode.tokens": "overlong",
+}
 _COLUMNS = {f"column {name}" for name in TRAJECTORY_SCHEMA.names}
 
 
@@ -38,8 +44,7 @@ def reason_of(error: Exception) -> str | None:
         case SchemaError() if error.thing in _COLUMNS:
             return error.thing.replace(" ", "_")
         case SchemaError():
-            known = {"column": "column_missing", "body": "not_arrow", "episode": "empty_episode"}
-            return known.get(error.thing, "header" if "header" in error.thing else "malformed")
+            return _BY_THING.get(error.thing, "header" if "header" in error.thing else "malformed")
         case HttpError():
             return _BY_STATUS.get(error.status)
     return None

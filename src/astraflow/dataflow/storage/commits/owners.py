@@ -88,8 +88,8 @@ def _compare(name: str, rows: pa.RecordBatch, wanted: Sequence[object]) -> None:
     raise SchemaError(f"column {name}", found[row], f"{rule}, {wanted[row]} (row {row})", fix)
 
 
-def refuse_empty(header: EpisodesHeader, lengths: np.ndarray) -> None:
-    """An episode without an error has tokens."""
+def check_sizes(header: EpisodesHeader, lengths: np.ndarray, max_tokens: int) -> None:
+    """An episode without an error has tokens, and none has more than a trainer is meant to take."""
     ends, start = [0, *np.cumsum(lengths).tolist()], 0
     for episode in header.episodes:
         end = start + episode.num_rows
@@ -97,5 +97,10 @@ def refuse_empty(header: EpisodesHeader, lengths: np.ndarray) -> None:
             raise SchemaError(
                 "episode", episode.episode_id, f"must have tokens or an error (rows {start} to {end})",
                 "commit what ended without an answered call with its error",
+            )  # fmt: skip
+        if (tokens := ends[end] - ends[start]) > max_tokens:
+            raise SchemaError(
+                "episode.tokens", tokens, f"must be at most {max_tokens} ({episode.episode_id}, row {start})",
+                "commit it as an error, let episodes end earlier, or raise dataflow.max_episode_tokens",
             )  # fmt: skip
         start = end

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from astraflow.dataflow.machine.records import EpisodeCommit, OpenGroup, Part, Put
 from astraflow.dataflow.storage.commits.branches import check_branches
-from astraflow.dataflow.storage.commits.owners import check_owners, refuse_empty
+from astraflow.dataflow.storage.commits.owners import check_owners, check_sizes
 from astraflow.dataflow.storage.commits.token_facts import token_facts
 from astraflow.errors import SchemaError
 from astraflow.wire.codec import TRAJECTORY_SCHEMA, check_schema, list_lengths
@@ -36,6 +36,7 @@ class Known(NamedTuple):
 
     newest: Mapping[str, int]  # policy -> newest weight version that anybody can have
     groups: Mapping[str, OpenGroup] = {}  # those whose episodes are played
+    max_tokens: int = 1 << 18  # of one episode
 
 
 def row_facts(header: EpisodesHeader, table: pa.Table, known: Known) -> RowFacts:
@@ -48,7 +49,7 @@ def row_facts(header: EpisodesHeader, table: pa.Table, known: Known) -> RowFacts
     check_schema(rows, TRAJECTORY_SCHEMA)
     names, floors = check_owners(header, rows, known.newest, known.groups)
     lengths = list_lengths(rows.column("token_ids"))
-    refuse_empty(header, lengths)
+    check_sizes(header, lengths, known.max_tokens)
     counts, oldest, newest, calls, first_sampled = token_facts(rows, lengths)
     _check_versions(names, newest, known.newest)
     _check_floors(oldest, floors)
