@@ -255,6 +255,7 @@ class ConsumerHeader(msgspec.Struct, kw_only=True):
     next: int  # acknowledge this to go on behind the last group
     group_ids: list[str]  # in order; the rows of one put lie together, not those of one group
     missed: int  # groups of the policy that were forgotten before this consumer acknowledged them
+    as_trained: bool  # False: operators of the policy change advantages or weights once more when a batch is formed
     finished: bool = False  # the run is over and these are its last groups
 
 

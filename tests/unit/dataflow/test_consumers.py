@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from astraflow.contracts import Operator
 from astraflow.dataflow.machine import commands as c
 from astraflow.errors import WireError
-from astraflow.testing.dataflow import Desk, check_law, episode, policy_section, small_config
+from astraflow.testing.dataflow import Desk, check_law, episode, policy_section, small_config, trajectory
+from astraflow.types import Group
 from astraflow.wire.codec import TRAINING_SCHEMA, check_schema
 
 LOG: dict[str, Any] = {"log": {"max_behind": 100}}
@@ -119,6 +121,7 @@ def test_a_consumer_reads_what_the_trainer_reads(serve: Callable[..., Any]) -> N
     service = serve(config)
     client = service.start()
     header, table = client.consume("log", "actor")
+    assert header.as_trained
     assert (header.position, header.next, header.group_ids, table.num_rows) == (0, 0, [], 0) and echo
     for lease in client.lease("n", 4).leases:
         client.commit([episode(lease, "n", float(lease.episode_id[-1] == "1"))])
@@ -137,3 +140,34 @@ def test_a_consumer_reads_what_the_trainer_reads(serve: Callable[..., Any]) -> N
     assert again == second and same.equals(rest)
     with pytest.raises(WireError, match="consumer=lag is not a consumer of this run; known: log"):
         client.consume("lag", "actor")
+
+
+class Doubles(Operator):
+    """Doubles the weights of a batch."""
+
+    phase = "weight"
+
+    def on_batch(self, groups: Sequence[Group], step: int) -> None:
+        for group in groups:
+            group.weight *= 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"operators": ["keep_all", f"{__name__}:Doubles"]},
+        {"operators": ["keep_all"], "algorithm": {"advantage": "reinforce_pp"}},
+    ],
+)
+def test_a_consumer_is_told_when_a_batch_gets_other_advantages_or_weights(
+    serve: Callable[..., Any], changes: dict[str, Any]
+) -> None:
+    client = serve(small_config(policies__actor=policy_section(2, 1, **changes), consumers=LOG)).start()
+    for number, lease in enumerate(client.lease("n", 4).leases):
+        rows = [trajectory(float(number % 2), tokens=9 if number < 2 else 3)]
+        client.commit([episode(lease, "n", trajectories=rows)])
+    header, seen = client.consume("log", "actor", wait_s=5)
+    _, trained = client.batch("actor", "t", 0, wait_s=5)
+    assert not header.as_trained and not seen.equals(trained)
+    same = [name for name in seen.column_names if name not in ("advantages", "weight")]
+    assert seen.select(same).equals(trained.select(same))

@@ -63,6 +63,7 @@ class ConsumerEndpoints:
             next=position + len(groups),
             group_ids=[g.group_id for g in groups],
             missed=consumer.missed.get(body.policy, 0),
+            as_trained=not self._machine.queues.changes_batches(body.policy),
             finished=self._machine.finished and position + len(groups) == log.end,
         )
         table = TRAINING_SCHEMA.empty_table()

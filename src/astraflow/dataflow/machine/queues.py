@@ -54,6 +54,10 @@ class Queues:
             return "finished"
         return "stale" if min_version < self.oldest_allowed(name) else None
 
+    def changes_batches(self, name: str) -> bool:
+        """Operators of the policy give groups other advantages or weights when a batch is formed."""
+        return self._chains[name].works_on_batches
+
     def oldest_allowed(self, name: str) -> int:
         """The oldest version that the next step may train on."""
         return max(0, self._context.state.policies[name].latest - self._context.plan.policies[name].max_staleness)
