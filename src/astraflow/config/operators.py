@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple
 
 from astraflow.config.rooms import ROOMS, check_options, resolve
@@ -21,6 +22,13 @@ from astraflow.contracts import Operator
 from astraflow.errors import Problem
 
 PHASES = ("filter", "shape", "credit", "weight")
+_LISTS = {"source": "sources.<name>.operators", "policy": "policies.<name>.operators"}
+_STATE = ("state_dict", "load_state_dict")
+_CALLED: dict[str, tuple[str, ...]] = {
+    "source": ("admit", "on_result", *_STATE),
+    "policy": ("on_group", "sees_difference", "select", "on_batch", "retain", *_STATE),
+}
+_NEAR = 0.85  # from here on a name is taken for a hook that was misspelt
 
 
 class Listed(NamedTuple):
@@ -121,14 +129,53 @@ def _make(
 
 def _of_contract(listed: Listed, place: Literal["source", "policy"]) -> tuple[Listed | None, list[str]]:
     operator: Any = listed.operator
-    if Operator not in type(operator).__mro__:
+    kind = type(operator)
+    if Operator not in kind.__mro__:
         return None, [f"{listed} must inherit astraflow.contracts.Operator; derive its class from it"]
+    if operator.place not in _LISTS:
+        return None, [f"{listed} has place = {operator.place!r}; places are {', '.join(_LISTS)}"]
     if operator.place != place:
-        there = {"source": "sources.<name>.operators", "policy": "policies.<name>.operators"}[operator.place]
-        return None, [f"{listed} is an operator of a {operator.place}; list it in {there}"]
+        return None, [f"{listed} is an operator of a {operator.place}; list it in {_LISTS[operator.place]}"]
     if operator.phase not in PHASES:
         return None, [f"{listed} is of phase {operator.phase!r}; phases are {', '.join(PHASES)}"]
-    return listed, []
+    if not isinstance(operator.makes, tuple) or not all(isinstance(thing, str) for thing in operator.makes):
+        return None, [f"{listed} has makes = {operator.makes!r}; give a tuple of texts, as ('normalized',)"]
+    problems = [f"{listed} {said}" for said in _of_hooks(kind, place)]
+    if place == "source" and operator.needs_tokens:
+        problems.append(f"{listed} has needs_tokens, but operators of a source see no tokens; set it to False")
+    return (None, problems) if problems else (listed, [])
+
+
+def _of_hooks(kind: type[Operator], place: Literal["source", "policy"]) -> list[str]:
+    """Hooks that are never called, or give what nobody waits for."""
+    problems = []
+    known, neutral = _hooks(kind), _hooks(Operator)
+    for name, hook in known.items():
+        if hook is neutral[name]:
+            continue
+        if name not in _CALLED[place]:
+            problems.append(f"overrides {name}, which is never called for an operator of a {place}; remove it")
+        elif inspect.iscoroutinefunction(hook) or inspect.isasyncgenfunction(hook):
+            problems.append(f"has an async {name}, which nobody awaits; make it a plain function")
+    own = {name for cls in kind.__mro__[: kind.__mro__.index(Operator)] for name, x in vars(cls).items() if callable(x)}
+    for name in sorted(own - known.keys()):
+        if not name.startswith("_") and (near := get_close_matches(name, known, 1, _NEAR)):
+            problems.append(f"has a method {name}, which is never called; did you mean {near[0]}? Else rename it")
+    return problems
+
+
+def _hooks(kind: Any) -> dict[str, Any]:
+    return {
+        "admit": kind.admit,
+        "on_result": kind.on_result,
+        "on_group": kind.on_group,
+        "sees_difference": kind.sees_difference,
+        "select": kind.select,
+        "on_batch": kind.on_batch,
+        "retain": kind.retain,
+        "state_dict": kind.state_dict,
+        "load_state_dict": kind.load_state_dict,
+    }
 
 
 def _order(where: str, listed: Iterable[Listed]) -> list[str]:

@@ -47,6 +47,44 @@ class Odd(Operator):
     phase = "first"
 
 
+class Nowhere(Operator):
+    place = "polcy"
+
+
+class Text(Operator):
+    makes = "normalized"
+
+
+class Asks(Operator):
+    def admit(self, task, view):
+        return 0.5
+
+
+class Misspelt(Operator):
+    def on_groups(self, group):
+        return group
+
+
+class Later(Operator):
+    async def on_group(self, group):
+        return group
+
+
+class Reads(Operator):
+    place = "source"
+    needs_tokens = True
+
+
+class Judges(Operator):
+    place = "source"
+
+    def on_group(self, group):
+        return group
+
+    def select(self, stored, groups, step):
+        return []
+
+
 def short(most: int) -> Operator:
     return Short(most)
 '''
@@ -85,7 +123,7 @@ def problems(operators: Any = ("zero_variance",), advantage: Any = "grpo", **cha
 
 
 EVERYTHING = [
-    "keep_all", "zero_variance", "length_filter", "dedup", "reward_clip", "reward_scale",
+    "zero_variance", "length_filter", "dedup", "reward_clip", "reward_scale",
     {"type": "overlong_penalty", "max_tokens": 100, "buffer_tokens": 20}, "balance", "staleness_weight",
 ]  # fmt: skip
 
@@ -93,7 +131,7 @@ EVERYTHING = [
 def test_a_list_in_which_phases_rise_is_good() -> None:
     config = check_run(raw(EVERYTHING), "run.toml")
     made = operators_of_policy("actor", config.policies["actor"])
-    assert not made.problems and [x.type for x in made.listed][:2] == ["keep_all", "zero_variance"]
+    assert not made.problems and [x.type for x in made.listed][:2] == ["zero_variance", "length_filter"]
     check_run(raw(["zero_variance", "reward_normalize"], {"type": "grpo", "normalize": False}), "run.toml")
 
 
@@ -114,6 +152,22 @@ def test_normalising_twice_is_refused_with_both_ways_out() -> None:
     assert said.endswith("makes already; remove one of them")
     (said,) = problems(["balance", {"type": "balance", "smooth": 0.5}])
     assert "operators.1='balance' makes 'balanced'" in said
+
+
+def test_to_keep_and_to_drop_equal_groups_is_refused() -> None:
+    (said,) = problems(["keep_all", "zero_variance"])
+    assert "'zero_variance' makes 'the choice of equal groups', which policies.actor.operators.0='keep_all'" in said
+
+
+def test_an_operator_of_a_source_with_hooks_of_a_policy_is_refused(own: Path) -> None:
+    said = problems(train={"operators": ["own_operators:Judges"]})
+    where = "sources.train.operators.0='own_operators:Judges'"
+    assert said == [
+        f"{where} overrides {hook}, which is never called for an operator of a source; remove it"
+        for hook in ("on_group", "select")
+    ]
+    (one,) = problems(train={"operators": ["own_operators:Reads"]})
+    assert "has needs_tokens, but operators of a source see no tokens" in one
 
 
 def test_an_estimator_in_the_list_and_a_filter_as_estimator_are_sent_where_they_belong() -> None:
@@ -169,6 +223,11 @@ def test_operators_of_a_user_come_by_path_by_entry_point_and_from_a_function(own
         ("own_operators:Stranger", "must inherit astraflow.contracts.Operator"),
         ("own_operators:Mean", "makes advantages; name it as policies.actor.algorithm.advantage"),
         ("own_operators:Odd", "is of phase 'first'; phases are filter, shape, credit, weight"),
+        ("own_operators:Nowhere", "has place = 'polcy'; places are source, policy"),
+        ("own_operators:Text", "has makes = 'normalized'; give a tuple of texts"),
+        ("own_operators:Asks", "overrides admit, which is never called for an operator of a policy; remove it"),
+        ("own_operators:Misspelt", "has a method on_groups, which is never called; did you mean on_group?"),
+        ("own_operators:Later", "has an async on_group, which nobody awaits"),
         ("own_operators:Absent", "cannot be imported"),
         ({"type": "own_operators:Short", "most": 0}, "cannot be made (ValueError: most is too small)"),
         ({"type": "short", "least": 0}, "least=0 is not an option of this type"),

@@ -24,7 +24,7 @@ HERE = __name__
 PLACES = ("policy", "source")
 
 
-class Counts(Operator):
+class Counting(Operator):
     """Its state is what `shown` makes of the number of groups it saw."""
 
     shown: Any = None
@@ -33,22 +33,26 @@ class Counts(Operator):
     def __init__(self) -> None:
         self.seen = 0
 
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = Counting.shown(self.seen)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if Counting.loads is not None:
+            Counting.loads(state)
+        self.seen = int(state["seen"])
+
+
+class Counts(Counting):
+    """In the list of a policy."""
+
     def on_group(self, group: Group) -> Group | str:
         self.seen += 1
         return group
 
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = Counts.shown(self.seen)
-        return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if Counts.loads is not None:
-            Counts.loads(state)
-        self.seen = int(state["seen"])
-
-
-class CountsResults(Counts):
-    """The same of a source."""
+class CountsResults(Counting):
+    """In the list of a source."""
 
     place = "source"
 
@@ -92,7 +96,7 @@ def nan_later(seen: int) -> dict[str, Any]:
 async def test_a_state_that_json_cannot_say_ends_the_run_by_name_and_loses_nothing(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Counts, "shown", staticmethod(nan_later))
+    monkeypatch.setattr(Counting, "shown", staticmethod(nan_later))
     first = Shell(config_of(place), tmp_path, sources())
     await play(first)
     failure = first.machine.state.failure
@@ -104,7 +108,7 @@ async def test_a_state_that_json_cannot_say_ends_the_run_by_name_and_loses_nothi
     with pytest.raises(DataflowError, match="Out of range float") as refused:
         Shell(config_of(place), tmp_path, sources())
     assert refused.value.thing == name_of(place)
-    monkeypatch.setattr(Counts, "shown", staticmethod(lambda seen: {"seen": seen}))
+    monkeypatch.setattr(Counting, "shown", staticmethod(lambda seen: {"seen": seen}))
     again = Shell(config_of(place), tmp_path, sources())
     state = again.machine.state
     assert state.failure is None and state.num_episodes == 8 and state.policies["actor"].num_waiting == 4
@@ -118,9 +122,9 @@ async def test_numbers_of_numpy_are_plain_ones_after_a_restart(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = lambda seen: {"seen": np.float32(seen), "of": np.arange(2), "no": None, "yes": np.bool_(True)}  # noqa: E731
-    monkeypatch.setattr(Counts, "shown", staticmethod(made))
+    monkeypatch.setattr(Counting, "shown", staticmethod(made))
     found: list[Any] = []
-    monkeypatch.setattr(Counts, "loads", staticmethod(found.append))
+    monkeypatch.setattr(Counting, "loads", staticmethod(found.append))
     first = Shell(config_of(place), tmp_path, sources())
     await play(first)
     state = json.loads(first.machine.snapshot())
@@ -142,12 +146,12 @@ def fails(*_: Any) -> Any:
 async def test_hooks_for_the_state_that_raise_are_named_at_the_start(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Counts, "shown", staticmethod(fails))
+    monkeypatch.setattr(Counting, "shown", staticmethod(fails))
     with pytest.raises(DataflowError, match=r"KeyError: 'zz' failed in state_dict; mend the operator") as caught:
         Shell(config_of(place), tmp_path, sources())
     assert caught.value.thing == name_of(place)
-    monkeypatch.setattr(Counts, "shown", staticmethod(lambda seen: {"seen": seen}))
-    monkeypatch.setattr(Counts, "loads", staticmethod(fails))
+    monkeypatch.setattr(Counting, "shown", staticmethod(lambda seen: {"seen": seen}))
+    monkeypatch.setattr(Counting, "loads", staticmethod(fails))
     with pytest.raises(DataflowError, match=r"KeyError: 'zz' failed in load_state_dict") as caught:
         Shell(config_of(place), tmp_path, sources())
     assert caught.value.thing == name_of(place)
@@ -166,7 +170,7 @@ async def test_hooks_for_the_state_that_raise_are_named_at_the_start(
     ],
 )
 def test_what_is_no_json_is_refused(state: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Counts, "shown", staticmethod(lambda seen: state))
+    monkeypatch.setattr(Counting, "shown", staticmethod(lambda seen: state))
     with pytest.raises(DataflowError, match=said) as caught:
         state_of("policies.actor Counts", Counts())
     assert caught.value.thing == "policies.actor Counts"
@@ -174,6 +178,6 @@ def test_what_is_no_json_is_refused(state: Any, said: str, monkeypatch: pytest.M
 
 def test_a_state_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"seen": [1, {"null": None}]}
-    monkeypatch.setattr(Counts, "shown", staticmethod(lambda seen: own))
+    monkeypatch.setattr(Counting, "shown", staticmethod(lambda seen: own))
     copied = state_of("x", Counts())
     assert copied == own and copied["seen"] is not own["seen"]

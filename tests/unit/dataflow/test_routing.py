@@ -207,12 +207,12 @@ def test_credit_per_call_reaches_the_tokens_of_each_call(serve: Callable[..., An
     section = policy_section(1, operators=["keep_all"], algorithm={"advantage": {"type": "per_call", "gamma": 0.5}})
     client = serve(small_config(policies__actor=section)).start()
     leases: list[EpisodeLease] = client.lease("n", 2).leases
-    shapes = [[-1, 0, 0, -1, 1], [0, 1, 1, 1]]
+    shapes = [[-1, 0, 0, -1, 1], [-1, 0, 1, 1]]
     episodes = [episode(x, "n", trajectories=[calls(1.0 - k, shapes[k])]) for k, x in enumerate(leases)]
     assert set(client.commit(episodes).values()) == {"accepted"}
     _, table = client.batch("actor", "t", 0)
     assert list_lengths(table.column("advantages")).tolist() == [5, 4]
-    assert table.column("advantages").to_pylist() == [[0, 0.25, 0.25, 0, 0.5], [-0.25, -0.5, -0.5, -0.5]]
+    assert table.column("advantages").to_pylist() == [[0, 0.25, 0.25, 0, 0.5], [0, -0.25, -0.5, -0.5]]
 
 
 def test_operators_read_tokens_from_the_segments_also_after_a_restart(serve: Callable[..., Any]) -> None:

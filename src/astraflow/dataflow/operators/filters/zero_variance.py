@@ -17,6 +17,7 @@ class ZeroVariance(Operator):
     Source: DAPO, arXiv:2503.14476 section 3.2.
     """
 
+    makes = ("the choice of equal groups",)
     min_siblings = 2
 
     def __init__(self, *, min_std: float = 0.0) -> None:
