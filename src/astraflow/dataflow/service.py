@@ -56,6 +56,8 @@ from astraflow.wire.app import (
 )
 from astraflow.wire.codec import read_stream, stream_pieces
 
+_MOST_RANKS = 1024  # data-parallel ones: their shares are made in the event loop
+
 
 class _Endpoints:
     """One method per request."""
@@ -151,8 +153,11 @@ class _Endpoints:
 
     async def batch(self, request: Request) -> Response:
         body = await read_json(request, m.BatchRequest)
-        if not 0 <= body.rank < body.ranks:
-            raise HttpError(422, f"rank={body.rank} must be >= 0 and below ranks={body.ranks}; number ranks from 0")
+        if not 0 <= body.rank < body.ranks <= _MOST_RANKS:
+            raise HttpError(
+                422, f"rank={body.rank} must be >= 0 and below ranks={body.ranks}, at most {_MOST_RANKS}; number ranks "
+                "from 0"
+            )  # fmt: skip
         deadline = deadline_in(body.wait_s)
         while True:
             check_alive(self._shell)

@@ -52,3 +52,11 @@ def test_rows_of_another_task_and_attempt_are_422_and_counted(serve: Serve) -> N
     refused(422, lambda: client.commit([episode(other, "n")]), "column row=99 must be that of its lease")
     assert client.status()["refused"] == {"column_row": 1}
     assert set(client.commit([episode(lease, "n")]).values()) == {"accepted"}
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(-1, 1), (1, 1), (0, 0), (0, 1025), (3, 10**7)])
+def test_ranks_are_counted_from_0_and_not_without_end(serve: Serve, rank: int, ranks: int) -> None:
+    client = serve(small_config()).start()
+    problem = rf"rank={rank} must be >= 0 and below ranks={ranks}, at most 1024"
+    refused(422, lambda: client.batch("actor", "t", 0, rank=rank, ranks=ranks), problem)
+    assert client.batch("actor", "t", 0, rank=1023, ranks=1024) is None

@@ -65,6 +65,13 @@ def batch_of(parts: list[Part], added: list[list[Added]] | None = None) -> Batch
     return Batch(1, [QueuedGroup("train/0/0", 1.0, 0, entries)], {})
 
 
+def test_more_ranks_than_items_get_one_each_or_nothing() -> None:
+    assert partition([3, 5, 4], 5) == [[1], [2], [0], [], []]
+    assert partition([7], 3) == [[0], [], []]
+    assert partition([], 3) == [[], [], []]
+    assert sum(map(len, partition([1] * 64, 4096))) == 64
+
+
 @given(st.lists(st.integers(0, 5000), max_size=60), st.integers(1, 9))
 def test_every_item_is_in_exactly_one_part(sizes: list[int], ranks: int) -> None:
     parts = partition(sizes, ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +21,9 @@ def partition(sizes: Sequence[int], num_ranks: int) -> list[list[int]]:
     """
     if num_ranks == 1:
         return [list(range(len(sizes)))]
+    if num_ranks > len(sizes):  # some get nothing
+        kept = max(1, len(sizes))
+        return partition(sizes, kept) + [[] for _ in range(num_ranks - kept)]
     empty: list[tuple[int, _Parts]] = [(0, ())] * (num_ranks - 1)
     heap: list[_Partial] = [(-size, i, [(size, (i,)), *empty]) for i, size in enumerate(sizes)]
     heapq.heapify(heap)
@@ -32,9 +36,13 @@ def partition(sizes: Sequence[int], num_ranks: int) -> list[list[int]]:
         merged.sort(key=_sum, reverse=True)
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
         number += 1
-    if not heap:
-        return [[] for _ in range(num_ranks)]
     return [sorted(_leaves(parts)) for _, parts in heap[0][2]]
+
+
+@lru_cache(maxsize=4)
+def _known_partition(sizes: tuple[int, ...], num_ranks: int) -> list[list[int]]:
+    """All ranks of a batch ask for a share of the same one, and for thousands of episodes it takes a while."""
+    return partition(sizes, num_ranks)
 
 
 def share(lengths: np.ndarray, owners: np.ndarray, rank: int, ranks: int) -> np.ndarray:
@@ -45,7 +53,7 @@ def share(lengths: np.ndarray, owners: np.ndarray, rank: int, ranks: int) -> np.
     episodes, number = np.unique(owners, return_inverse=True)
     sizes = np.bincount(number, weights=lengths, minlength=len(episodes)).astype(np.int64)
     mine = np.zeros(len(episodes), bool)
-    mine[partition(sizes.tolist(), ranks)[rank]] = True
+    mine[_known_partition(tuple(sizes.tolist()), ranks)[rank]] = True
     return np.flatnonzero(mine[number])
 
 
