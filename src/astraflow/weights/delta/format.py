@@ -148,11 +148,10 @@ def _check(part: DeltaPart) -> None:
             _check_segment(group, segment)
         if not 0 < group.block <= MAX_BLOCK or len(group.blocks) != -(-group.count // group.block):
             raise _damaged(f"{len(group.blocks)} blocks", f"must hold {group.count} elements, {group.block} in each")
-        for number, lengths in enumerate(group.blocks):
-            most = min(group.block, group.count - number * group.block)
-            widths = (group.nbytes,) if group.encoding == "full" else tuple(group.nbytes + gap for gap in (1, 2, 4, 8))
-            if len(lengths) not in widths or min(lengths) < 0 or max(lengths) > most:
-                raise _damaged(f"planes of {lengths} bytes", f"cannot hold {most} elements of {group.nbytes} bytes")
+        num_planes = [group.nbytes + gap for gap in ((1, 2, 4, 8) if group.encoding == "sparse" else (0,))]
+        for lengths in group.blocks:
+            if len(lengths) not in num_planes or min(lengths) < 0:
+                raise _damaged(f"planes of {lengths} bytes", f"cannot hold elements of {group.nbytes} bytes")
             stored += sum(lengths)
     if stored != len(part.payload):
         raise _damaged(f"{len(part.payload)} bytes of payload", f"must be {stored}")

@@ -76,9 +76,10 @@ class DeltaReader:
     def __init__(self, parts: Sequence[Any]) -> None:
         found = [split_part(part) for part in parts]
         headers = [part.header for part in found]
-        if [h.part for h in headers] != list(range(len(found))) or [h.last for h in headers].count(True) != 1:
+        ends = [h.last for h in headers]
+        if [h.part for h in headers] != list(range(len(found))) or ends != [False] * (len(found) - 1) + [True]:
             raise _contradiction("parts", [h.part for h in headers], "must be all parts of the delta, in order")
-        if not headers[-1].last or len({(h.base, h.version) for h in headers}) != 1:
+        if len({(h.base, h.version) for h in headers}) != 1:
             raise _contradiction("parts", [(h.base, h.version) for h in headers], "must be of one delta")
         self.base, self.version = headers[0].base, headers[0].version
         self.removed = frozenset(name for h in headers for name in h.removed)

@@ -76,6 +76,12 @@ def in_group(number: int, **changes: Any) -> Callable[[Header], Header]:
     return change
 
 
+def borrow(header: Header) -> Header:
+    """The lengths of planes add up, but one of them is negative."""
+    first, second, *others = header.groups[0].blocks[0]
+    return in_group(0, blocks=((-1, first + second + 1, *others),))(header)
+
+
 def sparse(**changes: Any) -> Callable[[Header], Header]:
     return in_group(
         0, segments=(Segment(**({"name": "a", "dtype": "BF16", "shape": (20, 30), "start": 0, "count": 3} | changes)),)
@@ -92,7 +98,7 @@ def sparse(**changes: Any) -> Callable[[Header], Header]:
         in_group(0, block=1 << 40), in_group(0, encoding="full"), in_group(1, encoding="sparse"),
         in_group(0, blocks=()), in_group(0, blocks=((),)), in_group(0, blocks=((3, 3, 3, 3, 3),)),
         in_group(0, blocks=((-1, 3, 3, 3),)), in_group(0, blocks=((1 << 40, 0, 0, 0),)), in_group(0, segments=()),
-        lambda header: msgspec.structs.replace(header, groups=header.groups[:1]),
+        borrow, lambda header: msgspec.structs.replace(header, groups=header.groups[:1]),
         lambda header: msgspec.structs.replace(header, groups=header.groups * 2),
     ],
 )  # fmt: skip

@@ -87,10 +87,19 @@ def test_a_tensor_of_several_blocks_and_parts() -> None:
     parts_small = PartWriter(0, 1, part_bytes=1 << 16)
     parts_many = [*parts_small.sparse(what, [Run(positions, differences)]), parts_small.close()]
     assert len(parts_many) > len(parts)
+    assert max(map(len, parts)) <= 4 * 16 * BLOCK
+    assert max(map(len, parts_many)) <= 1 << 16
     for written in (parts, parts_many):
         runs = list(DeltaReader(written).runs("a"))
         np.testing.assert_array_equal(np.concatenate([run.positions for run in runs]), positions)
         np.testing.assert_array_equal(np.concatenate([run.differences for run in runs]), differences)
+
+
+def test_no_part_is_larger_than_asked_for_even_of_noise() -> None:
+    noise = np.random.default_rng(0).integers(-(1 << 63), (1 << 63) - 1, 100_000)
+    writer = PartWriter(0, 1, part_bytes=1 << 16)
+    parts = [*writer.full(Described("a", "I64", (100_000,)), [Stretch(0, noise)]), writer.close()]
+    assert (1 << 16) // 2 < max(map(len, parts)) <= 1 << 16
 
 
 LARGE = (1 << 31) + 1000
