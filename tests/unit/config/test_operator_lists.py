@@ -190,11 +190,11 @@ def test_an_operator_of_the_other_place_is_refused() -> None:
 
 def test_all_problems_come_at_once() -> None:
     wrong = ["balance", "zero_varance", "reward_clip", {"type": "length_filter", "most": 3}, "rloo"]
-    said = problems(wrong, {"type": "grpo", "eps": -1.0})
+    said = problems(wrong, {"type": "grpo", "eps": 0.0})
     assert len(said) == 5
     for part in ("zero_variance", "(shape) must come before 'balance' (weight)", "most=3", "'rloo' makes advantages"):
         assert any(part in s for s in said), part
-    assert "policies.actor.algorithm.advantage: grpo.eps=-1.0 must be >= 0; use 1e-6" in said
+    assert "policies.actor.algorithm.advantage: grpo.eps=0.0 must be > 0; use 1e-6" in said
 
 
 def test_what_compares_siblings_needs_some() -> None:

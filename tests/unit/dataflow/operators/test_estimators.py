@@ -24,7 +24,7 @@ from astraflow.types import Group
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {}),
     ("grpo", {"normalize": False}),
-    ("grpo", {"eps": 0.0}),
+    ("grpo", {"eps": 1e-12}),
     ("dr_grpo", {}),
     ("rloo", {}),
     ("leave_one_out", {}),
@@ -111,7 +111,7 @@ def test_a_reward_that_is_not_a_number_is_refused_before_any_estimator() -> None
     ("operator", "rewards", "expected"),
     [
         # mean 1/4, std sqrt(3)/4
-        (Grpo(eps=0.0), [1.0, 0.0, 0.0, 0.0], [math.sqrt(3), *[-1 / math.sqrt(3)] * 3]),
+        (Grpo(eps=1e-12), [1.0, 0.0, 0.0, 0.0], [math.sqrt(3), *[-1 / math.sqrt(3)] * 3]),
         (Grpo(), [1.0, 0.0, None], [1.0, -1.0, 0.0]),
         (Grpo(normalize=False), [1.0, 0.0, 0.5], [0.5, -0.5, 0.0]),
         (DrGrpo(), [1.0, 0.0, 0.0, 0.0], [0.75, -0.25, -0.25, -0.25]),
@@ -136,25 +136,31 @@ def test_rloo_is_the_distance_from_the_mean_of_the_others(rewards: list[float]) 
 def test_reinforce_pp_normalises_over_the_batch_by_hand() -> None:
     groups = [group([1.0, 0.0]), group([1.0, 1.0], row=1)]  # mean 3/4, std sqrt(3)/4
     high, low = 1 / math.sqrt(3), -math.sqrt(3)
-    assert advantages(ReinforcePp(eps=0.0), *groups)[0] == pytest.approx([high, low])
-    assert advantages(ReinforcePp(eps=0.0), *groups)[1] == pytest.approx([high, high])
+    assert advantages(ReinforcePp(eps=1e-12), *groups)[0] == pytest.approx([high, low])
+    assert advantages(ReinforcePp(eps=1e-12), *groups)[1] == pytest.approx([high, high])
 
 
 def test_reinforce_pp_with_group_baseline_by_hand() -> None:
     groups = [group([1.0, 0.0]), group([1.0, 1.0], row=1)]  # 1/2, -1/2, 0, 0: mean 0, std sqrt(1/8)
-    result = advantages(ReinforcePp(baseline="group", eps=0.0), *groups)
+    result = advantages(ReinforcePp(baseline="group", eps=1e-12), *groups)
     assert result[0] == pytest.approx([math.sqrt(2), -math.sqrt(2)]) and result[1] == [0.0, 0.0]
 
 
 def test_reinforce_pp_by_tokens_counts_long_episodes_more() -> None:
     one = group([1.0, 0.0], num_tokens=[1, 3])  # mean 1/4, std sqrt(3)/4
-    assert advantages(ReinforcePp(by="tokens", eps=0.0), one)[0] == pytest.approx([math.sqrt(3), -1 / math.sqrt(3)])
+    assert advantages(ReinforcePp(by="tokens", eps=1e-12), one)[0] == pytest.approx([math.sqrt(3), -1 / math.sqrt(3)])
 
 
 def test_reinforce_pp_has_mean_zero_and_std_one_over_a_batch() -> None:
     rewards = np.random.default_rng(0).normal(size=(6, 4))
     flat = np.array(advantages(ReinforcePp(), *(group(list(r), row=i) for i, r in enumerate(rewards)))).ravel()
     assert flat.mean() == pytest.approx(0, abs=1e-9) and flat.std() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("make", [Grpo, ReinforcePp])
+def test_rewards_that_differ_by_rounding_give_next_to_nothing(make: Callable[[], Operator]) -> None:
+    (result,) = advantages(make(), group([0.1 + 0.2, 0.3, 0.3]))
+    assert max(map(abs, result)) < 1e-9
 
 
 def per_call(operator: PerCall, one: Group) -> list[tuple[float, ...]]:
@@ -187,7 +193,8 @@ def test_a_baseline_of_the_group_is_over_all_calls() -> None:
 
 def test_per_call_normalised_is_a_number_of_standard_deviations() -> None:
     one = group([3.0, 0.0], num_calls=[1, 1])
-    assert per_call(PerCall(normalize=True, eps=0.0), one) == [(1.0,), (-1.0,)]
+    (((high,), (low,)),) = (per_call(PerCall(normalize=True, eps=1e-12), one),)
+    assert [high, low] == pytest.approx([1.0, -1.0])
 
 
 def test_the_outcome_may_count_less_or_not_at_all() -> None:
@@ -203,7 +210,9 @@ def test_an_episode_without_calls_or_reward_has_no_credit() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Grpo(eps=-1.0), "grpo.eps=-1.0 must be >= 0"),
+        (lambda: Grpo(eps=0.0), "grpo.eps=0.0 must be > 0"),
+        (lambda: ReinforcePp(eps=0.0), "reinforce_pp.eps=0.0 must be > 0"),
+        (lambda: PerCall(eps=0.0), "per_call.eps=0.0 must be > 0"),
         (lambda: ReinforcePp(baseline="mean"), "reinforce_pp.baseline=mean must be none or group"),  # type: ignore[arg-type]
         (lambda: PerCall(gamma=1.5), "per_call.gamma=1.5 must be 0 to 1"),
         (lambda: PerCall(normalize=True, baseline="none"), "must be false without a baseline"),

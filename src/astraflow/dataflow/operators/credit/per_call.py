@@ -43,7 +43,7 @@ class PerCall(Operator):
             not (normalize and baseline == "none"), "per_call.normalize", normalize, "must be false without a baseline",
             "use baseline = 'call'",
         )  # fmt: skip
-        require(eps >= 0, "per_call.eps", eps, "must be >= 0", "use 1e-6")
+        require(eps > 0, "per_call.eps", eps, "must be > 0", "use 1e-6")
         self._gamma, self._outcome, self._baseline, self._eps = gamma, outcome, baseline, eps
         self._normalize = normalize
         self.makes = ("normalized",) if normalize else ()

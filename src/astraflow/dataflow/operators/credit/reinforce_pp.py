@@ -35,7 +35,7 @@ class ReinforcePp(Operator):
     ) -> None:
         require(baseline in ("none", "group"), "reinforce_pp.baseline", baseline, "must be none or group", "use none")
         require(by in ("episodes", "tokens"), "reinforce_pp.by", by, "must be episodes or tokens", "use episodes")
-        require(eps >= 0, "reinforce_pp.eps", eps, "must be >= 0", "use 1e-6")
+        require(eps > 0, "reinforce_pp.eps", eps, "must be > 0", "use 1e-6")
         self._baseline, self._by, self._eps = baseline, by, eps
         self.min_siblings = 2 if baseline == "group" else 1
 

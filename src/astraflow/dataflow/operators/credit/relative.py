@@ -24,7 +24,7 @@ class Grpo(Operator):
     min_siblings = 2
 
     def __init__(self, *, eps: float = 1e-6, normalize: bool = True) -> None:
-        require(eps >= 0, "grpo.eps", eps, "must be >= 0", "use 1e-6")
+        require(eps > 0, "grpo.eps", eps, "must be > 0", "use 1e-6")
         self._eps, self._normalize = eps, normalize
         self.makes = ("normalized",) if normalize else ()
 
