@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.records import EpisodeCommit
 from astraflow.dataflow.views.life import moments_of
@@ -105,6 +106,16 @@ def test_an_exact_duplicate_is_known_also_after_its_group_is_closed(desk: Desk) 
     desk.play(2)
     desk.step(0)
     assert set(desk.commit(leases, [0.0, 1.0]).values()) == {"duplicate"}
+    check_law(desk.machine)
+
+
+def test_so_many_closed_groups_are_remembered_and_no_more(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounts, "RECENT_GROUPS", 2)
+    played = [desk.play(2) for _ in range(3)]
+    assert list(desk.machine.state.recent) == [leases[0].group_id for leases in played[1:]]
+    assert set(desk.commit(played[1], [0.0, 1.0]).values()) == {"duplicate"}
+    gone = f"refused: group {played[0][0].group_id} is not in flight"
+    assert set(desk.commit(played[0], [0.0, 1.0]).values()) == {gone}
     check_law(desk.machine)
 
 

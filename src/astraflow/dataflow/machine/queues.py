@@ -166,7 +166,7 @@ class Queues:
 
     def _form(self, name: str, policy: PolicyState, step: int) -> bool:
         context, replay = self._context, self._replays[name]
-        self._drop_stale(name, policy)
+        self._drop_stale(name, policy)  # `_train` did, unless the run was resumed with a lower batch.max_staleness
         if not pacing.ready(context, name):
             return False
         picked = forming.pick(context, name)
