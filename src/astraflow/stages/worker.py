@@ -19,23 +19,25 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pyarrow as pa
 
 from astraflow.config.load import config_from_json
-from astraflow.config.stages import TASK_COLUMN
+from astraflow.config.stages import TASK_COLUMN, Kind
 from astraflow.contracts import Stage
 from astraflow.dataflow.client import DataflowClient
-from astraflow.errors import WireError
+from astraflow.errors import Problem, SchemaError, WireError
 from astraflow.observe.process import settle_memory, stop_signals
 from astraflow.stages.context import StageRun, build_stage
 from astraflow.wire import messages as m
+from astraflow.wire.codec import ADDED_TYPES
 from astraflow.wire.patience import FIRST_ANSWER_S, RETRY_S, Stopped, ask_patiently
 
 POLL_S = 2.0
+_BROKEN_LEASES = 2  # then the code of the stage is wrong for good; its rows have attempts left for a mended one
 Entries = Sequence[m.StageLease]
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ class Worker:
         self._id = f"{run.name}-{uuid.uuid4().hex[:12]}"
         self._stats = {"rows": 0.0, "failed": 0.0, "refused": 0.0, "busy_s": 0.0, "wait_s": 0.0}
         self._lease_s = run.config.stages[run.name].lease_s
+        self._broken: SchemaError | None = None  # what the stage did last to no avail
+        self._num_broken = 0  # leases in a row of which nothing had the columns that the stage says it adds
 
     def work(self, pulse: DataflowClient) -> None:
         """Until the run is over or the stop signal comes. `pulse`: a client of its own for signs of life."""
@@ -115,6 +119,7 @@ class Worker:
     def _serve(self, header: m.StageRows, rows: pa.Table) -> None:
         begin = time.monotonic()
         rows = _with_tasks(header.leases, rows) if TASK_COLUMN in self._stage.needs else rows
+        self._broken = None
         good, columns, failed = self._columns(header.leases, rows)
         self._stats["busy_s"] += time.monotonic() - begin
         self._stats["rows"] += columns.num_rows if columns is not None else 0
@@ -130,14 +135,20 @@ class Worker:
             failed=[(lease.entry_id, lease.attempt, text) for lease, text in failed],
         )
         self._hand_in(answer, columns if columns is not None else self._no_columns())
+        self._num_broken = self._num_broken + 1 if self._broken is not None and not good else 0
+        if self._broken is not None and self._num_broken >= _BROKEN_LEASES:
+            raise Problem(self._broken.thing, self._broken.value, self._broken.rule, self._broken.fix) from self._broken
 
     def _columns(
         self, leases: Entries, rows: pa.Table
     ) -> tuple[list[m.StageLease], pa.Table | None, list[tuple[m.StageLease, str]]]:
         """Entries that worked with their columns, and those that did not with the reason."""
         try:
-            return list(leases), self._stage.run(rows), []
+            columns = self._stage.run(rows)
+            check_added(f"stages.{self._name}.run", columns, self._stage.adds, rows.num_rows)
+            return list(leases), columns, []
         except Exception as error:
+            self._broken = error if isinstance(error, SchemaError) else None
             log.warning("stage %s failed on %d rows: %s", self._name, rows.num_rows, error, exc_info=len(leases) == 1)
             if len(leases) == 1:
                 return [], None, [(leases[0], f"{type(error).__name__}: {error}")]
@@ -165,8 +176,7 @@ class Worker:
             log.warning("stage %s: %s", self._name, text)
 
     def _no_columns(self) -> pa.Table:
-        types = {"token": pa.list_(pa.float32()), "row": pa.float32(), "reward": pa.float32()}
-        return pa.schema([(name, types[kind]) for name, kind in self._stage.adds.items()]).empty_table()
+        return pa.schema([(name, ADDED_TYPES[kind]) for name, kind in self._stage.adds.items()]).empty_table()
 
     @contextlib.contextmanager
     def _signs_of_life(self, client: DataflowClient) -> Iterator[None]:
@@ -187,6 +197,30 @@ class Worker:
             ended.set()
             client.close()
             thread.join(RETRY_S)
+
+
+def check_added(thing: str, columns: object, adds: Mapping[str, Kind], num_rows: int) -> None:
+    """What `Stage.run` gave for `num_rows` rows is a table with the columns of `Stage.adds`.
+
+    Raises: SchemaError: it is not. The values are checked by the dataflow service.
+    """
+    promised = ", ".join(f"{name}: {ADDED_TYPES[kind]}" for name, kind in adds.items())
+    if not isinstance(columns, pa.Table):
+        raise SchemaError(thing, type(columns).__name__, "must be a pyarrow.Table", f"return one with {promised}")
+    if sorted(columns.column_names) != sorted(adds):
+        raise SchemaError(thing, columns.column_names, f"must have the columns {list(adds)}", "change run, or adds")
+    for name, kind in adds.items():
+        if (got := columns.schema.field(name).type) != ADDED_TYPES[kind]:
+            raise SchemaError(
+                f"{thing} {name}", str(got), f"must be {ADDED_TYPES[kind]}", "it is never cast; convert it"
+            )
+    if columns.num_rows != num_rows:
+        raise SchemaError(
+            thing,
+            f"{columns.num_rows} rows",
+            f"must be {num_rows}",
+            "return one for each that was given, in their order",
+        )
 
 
 def _with_tasks(leases: Entries, rows: pa.Table) -> pa.Table:

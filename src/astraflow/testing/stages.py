@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from astraflow.config.stages import TASK_COLUMN, Kind
 from astraflow.contracts import Stage
-from astraflow.wire.codec import TRAJECTORY_SCHEMA, flat_values, list_lengths
+from astraflow.wire.codec import ADDED_TYPES, TRAJECTORY_SCHEMA, flat_values, list_lengths
 
 
 def stage_rows(needs: Sequence[str], num_episodes: int = 3) -> pa.Table:
@@ -41,14 +41,13 @@ def check_stage(stage: Stage, rows: pa.Table | None = None) -> pa.Table:
     """
     rows = stage_rows(stage.needs) if rows is None else rows
     columns = stage.run(rows)
-    types = {"token": pa.list_(pa.float32()), "row": pa.float32(), "reward": pa.float32()}
     assert columns.num_rows == rows.num_rows, f"{columns.num_rows} rows for {rows.num_rows}"
     assert set(columns.column_names) == set(stage.adds), f"adds {columns.column_names}, not {list(stage.adds)}"
     again = stage.run(rows.slice(0, 2))
     assert again.num_rows == 2, "it must work on any rows of whole episodes"
     for name, kind in stage.adds.items():
         column = columns.column(name)
-        assert column.type == types[kind], f"{name} is {column.type}, not {types[kind]}"
+        assert column.type == ADDED_TYPES[kind], f"{name} is {column.type}, not {ADDED_TYPES[kind]}"
         values = column.to_pylist()
         if kind == "token" and "token_ids" in rows.column_names:
             sizes = [len(ids) for ids in rows.column("token_ids").to_pylist()]
@@ -100,6 +99,8 @@ class EchoStage:
         values = flat_values(rows.column("token_ids")).astype(np.float32)
         lengths = list_lengths(rows.column("token_ids"))
         column = self._column("echo", values, lengths)
+        if self._wrong == "dict":
+            return {"echo": column.column("echo")}
         return column.slice(1) if self._wrong == "rows" else column
 
     def _column(self, name: str, values: np.ndarray, lengths: np.ndarray) -> pa.Table:

@@ -53,6 +53,8 @@ TRAINING_SCHEMA = pa.schema(
     ]
 )
 
+ADDED_TYPES = {"token": pa.list_(pa.float32()), "row": pa.float32(), "reward": pa.float32()}
+"""Of what a stage adds (`Stage.adds`)."""
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "call_index")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from astraflow.config.schema import RunConfig
 from astraflow.dataflow.client import DataflowClient
-from astraflow.errors import ConfigError, WireError
+from astraflow.errors import ConfigError, Problem, WireError
 from astraflow.stages.context import StageRun, build_stage
 from astraflow.stages.worker import Worker, run_stage
 from astraflow.testing.dataflow import check_law, policy_section, small_config, sources
@@ -21,6 +21,11 @@ from astraflow.testing.runs import wait_until
 from astraflow.testing.services import DataflowThread, PlayingNode
 from astraflow.testing.stages import EchoStage
 from astraflow.wire.messages import Resume
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("astraflow.stages.worker.POLL_S", 0.2)
 
 
 def config_of(stages: dict[str, Any], steps: int = 3, **changes: Any) -> RunConfig:
@@ -154,7 +159,7 @@ def marked_token(service: DataflowThread, group_id: str) -> int:
     return min(tokens[group_id] - others)
 
 
-@pytest.mark.parametrize("wrong", ["rows", "dtype", "nan", "raises"])
+@pytest.mark.parametrize("wrong", ["length", "nan", "raises"])
 def test_a_stage_that_breaks_its_contract_stops_the_run_by_name(tmp_path: Path, wrong: str) -> None:
     policy = policy_section(2, 1, max_dropped_groups=3, operators=["keep_all"])
     config = small_config(policies__actor=policy, stages={"echo": {**ECHO, "max_attempts": 2}})
@@ -167,6 +172,58 @@ def test_a_stage_that_breaks_its_contract_stops_the_run_by_name(tmp_path: Path, 
             worker.work(DataflowClient(service.url, give_up_s=2.0))
         service.call(lambda: check_law(service.shell.machine))
         client.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("dtype", r"run echo=list<item: double> must be list<item: float>; "),
+        ("missing", r"run=\['ecco'\] must have the columns \['echo'\]; "),
+        ("extra", r"run=\['echo', 'more'\] must have the columns \['echo'\]; "),
+        ("rows", r"run=\d+ rows must be \d+; "),
+        ("dict", r"run=dict must be a pyarrow.Table; return one with echo: list<item: float>"),
+    ],
+)
+def test_a_stage_whose_code_is_wrong_for_good_ends_its_worker_and_drops_nothing(
+    tmp_path: Path, wrong: str, said: str
+) -> None:
+    config = config_of({"echo": ECHO})
+    with DataflowThread(config, tmp_path, sources=sources()) as service, PlayingNode(service.url):
+        client = DataflowClient(service.url, give_up_s=2.0)
+        client.resume("actor", Resume(trainer_id="t", version=0, urls=(), run_id=client.run().run_id))
+        stage = EchoStage(wrong=wrong)
+        worker = Worker(client, StageRun(config, "echo"), stage)
+        with pytest.raises(Problem, match=rf"^stages\.echo\.{said}") as ended:
+            worker.work(DataflowClient(service.url, give_up_s=2.0))
+        assert ended.value.exit_code == 2, "it is not started again"
+        state = service.shell.machine.state
+        dropped, workers = service.call(lambda: (state.policies["actor"].dropped, len(state.stages["echo"].workers)))
+        assert (dropped, workers) == ({}, 0)
+        work_until(service, config, EchoStage(), lambda: state.stages["echo"].num_done > 0)
+        service.call(lambda: check_law(service.shell.machine))
+        client.close()
+
+
+def test_rows_that_a_stage_cannot_do_are_no_fault_of_its_code(tmp_path: Path) -> None:
+    """Now and then `run` gives what it should not: the entries are offered again, the worker goes on."""
+    config = config_of({"echo": {**ECHO, "rows": 1, "max_attempts": 50}})
+    with DataflowThread(config, tmp_path, sources=sources()) as service, PlayingNode(service.url):
+        client = DataflowClient(service.url, give_up_s=2.0)
+        client.resume("actor", Resume(trainer_id="t", version=0, urls=(), run_id=client.run().run_id))
+        state = service.shell.machine.state.stages["echo"]
+        stats = work_until(service, config, Moody(), lambda: state.num_done > 5)
+        assert stats["failed"] >= 4
+        client.close()
+
+
+class Moody(EchoStage):
+    """Every other call gives nothing."""
+
+    calls = 0
+
+    def run(self, rows: pa.Table) -> pa.Table:
+        self.calls += 1
+        return super().run(rows) if self.calls % 2 else None  # type: ignore[return-value]
 
 
 class Silent(EchoStage):

@@ -18,10 +18,8 @@ from astraflow.config.stages import StagePlan
 from astraflow.dataflow.machine.commands import EntryColumns
 from astraflow.dataflow.machine.records import StagedEntry
 from astraflow.errors import SchemaError
-from astraflow.wire.codec import list_lengths
+from astraflow.wire.codec import ADDED_TYPES, list_lengths
 from astraflow.wire.messages import ColumnsHeader
-
-TYPES = {"token": pa.list_(pa.float32()), "row": pa.float32(), "reward": pa.float32()}
 
 
 class Refused(NamedTuple):
@@ -81,10 +79,14 @@ def _wrong_schema(plan: StagePlan, table: pa.Table) -> Refused | None:
     names = table.column_names
     for name, kind in plan.adds.items():
         if names.count(name) != 1:
-            return Refused("column", SchemaError(where, names, f"must hold '{name}' once", f"add it as {TYPES[kind]}"))
+            return Refused(
+                "column", SchemaError(where, names, f"must hold '{name}' once", f"add it as {ADDED_TYPES[kind]}")
+            )
         got = table.schema.field(name).type
-        if got != TYPES[kind]:
-            error = SchemaError(f"{where}.{name}", str(got), f"must be {TYPES[kind]}", "it is never cast; convert it")
+        if got != ADDED_TYPES[kind]:
+            error = SchemaError(
+                f"{where}.{name}", str(got), f"must be {ADDED_TYPES[kind]}", "it is never cast; convert it"
+            )
             return Refused("dtype", error)
     extra = [name for name in names if name not in plan.adds]
     if extra:
