@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,3 +19,11 @@ settings.load_profile("astraflow")
 @pytest.fixture(autouse=True)
 def _no_token_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASTRAFLOW_TOKEN", raising=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """What tests log may hold half characters, which reports cannot carry from one process to another."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report
