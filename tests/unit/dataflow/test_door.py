@@ -86,7 +86,7 @@ MALFORMED = [
     (put("token_ids", 2, entry(1, None)), "column_token_ids", r"token_ids=null must not be null \(row 2\)"),
     (put("policy", 1, None), "column_policy", r"policy=null must not be null \(row 1\)"),
     (put("rewards_per_call", 1, [NAN]), "column_rewards_per_call", r"rewards_per_call=.* must be finite \(row 1\)"),
-    (put("episode_id", 1, "train/0/9/9"), "column_episode_id", r"must follow the header .*differs at 1"),
+    (put("episode_id", 1, "train/0/9/9"), "column_episode_id", r"must follow the header, .*row 1"),
     (without, "column_missing", r"column=versions is missing; send it as list<item: int32>"),
     (as_float, "column_token_ids", r"token_ids=list<item: float> must be list<item: int32>"),
     (no_tokens, "empty_episode", r"episode=train/0/3/1 must have tokens or an error \(rows 2 to 4\)"),
@@ -170,8 +170,9 @@ def test_flipped_bytes_never_end_the_service(sender: Any) -> None:
     sender.client.commit([episode(x, "n") for x in sender.client.lease("n", 2).leases])
 
 
-def test_an_episode_of_a_million_tokens_is_trained_like_any_other(serve: Any, tmp_path: Path) -> None:
-    client = serve(small_config(run__steps=100, policies__actor__operators=["keep_all"])).start()
+def test_an_episode_of_a_million_tokens_is_trained_like_any_other_where_that_is_allowed(serve: Any) -> None:
+    allowed = {"max_episode_tokens": 1_000_000}
+    client = serve(small_config(run__steps=100, policies__actor__operators=["keep_all"], dataflow=allowed)).start()
     leases = client.lease("n", 4).leases
     giant = trajectory(1.0, tokens=1_000_000)
     done = [episode(x, "n", trajectories=[giant if i == 0 else trajectory(0.0)]) for i, x in enumerate(leases)]
