@@ -36,6 +36,9 @@ from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 T = TypeVar("T")
 MAX_BODY_BYTES = 1 << 30
 _HOST, _PROTOCOL = HOST_HEADER.encode(), PROTOCOL_HEADER.encode()
+_READS = ("GET", "HEAD")  # a browser or Prometheus may ask too; what changes something needs a header of our own, which
+# no web page of another origin can send
+_JSON = "application/json"
 
 
 class HttpError(AstraFlowError):
@@ -90,25 +93,25 @@ class _Gatekeeper:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if (refusal := self._refusal(headers)) is not None:
+        if (refusal := self._refusal(headers, reads=scope["method"] in _READS)) is not None:
             await refusal(scope, receive, send)
         elif self._host and headers.get(_HOST) == self._host:
             await self.app(scope, receive, self._signed(send))
         else:
             await self.app(scope, receive, send)
 
-    def _refusal(self, headers: Mapping[bytes, bytes]) -> Response | None:
+    def _refusal(self, headers: Mapping[bytes, bytes], *, reads: bool) -> Response | None:
         if self._expected and not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
             failure = Failure(
                 "token=*** is missing or wrong; set ASTRAFLOW_TOKEN to the token of this run", "Unauthorized"
             )
             self._on_refused(HttpError(401, failure.error, failure.kind))
             return json_reply(failure, 401)
-        theirs = headers.get(_PROTOCOL)
-        if theirs is not None and theirs != str(PROTOCOL).encode():
+        theirs = headers.get(_PROTOCOL, b"none")
+        if theirs != str(PROTOCOL).encode() and not (reads and _PROTOCOL not in headers):
             failure = Failure(
-                f"protocol={theirs.decode('latin-1')} must be {PROTOCOL}; "
-                "install the same AstraFlow version on both sides",
+                f"{PROTOCOL_HEADER}={theirs.decode('latin-1')} must be {PROTOCOL}; "
+                "send that header, or install the same AstraFlow version on both sides",
                 "ProtocolMismatch",
             )
             self._on_refused(HttpError(426, failure.error, failure.kind))
@@ -167,7 +170,7 @@ def _on_error(request: Request | None, error: Exception) -> Response:
 
 def json_reply(body: Any, status: int = 200) -> Response:
     """A struct (or plain JSON-able value) as a JSON response."""
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+    return Response(msgspec.json.encode(body), status, media_type=_JSON)
 
 
 class StreamReply(Response):
@@ -197,7 +200,8 @@ def shares_files(request: Request) -> bool:
 
 
 async def read_json(request: Request, kind: type[T]) -> T:
-    """The body as a struct; 422 with the reason when it is not one."""
+    """The body as a struct; 415 when it is of another type, 422 with the reason when it is not one."""
+    _check_type(request, _JSON, "send JSON")
     body = await read_body(request)
     try:
         return msgspec.json.decode(body, type=kind)
@@ -207,16 +211,18 @@ async def read_json(request: Request, kind: type[T]) -> T:
         ) from error
 
 
+def _check_type(request: Request, wanted: str, fix: str) -> None:
+    kind = request.headers.get("content-type", "none")
+    if kind.partition(";")[0].strip().lower() != wanted:
+        raise HttpError(415, f"content-type={kind[:80]} must be {wanted}; {fix}, see docs/protocol.md")
+
+
 async def read_stream_body(request: Request) -> Body:
     """The body of a request that brings an Arrow stream; use it in a `with` block.
 
     Raises: HttpError: 413 when it is too large, 415 when it is of another type, 400 when it was cut.
     """
-    kind = request.headers.get("content-type", "none")
-    if kind.partition(";")[0].strip().lower() != CONTENT_TYPE:
-        raise HttpError(
-            415, f"content-type={kind[:80]} must be {CONTENT_TYPE}; send an Arrow IPC stream, see docs/protocol.md"
-        )
+    _check_type(request, CONTENT_TYPE, "send an Arrow IPC stream")
     if (body := _from_inbox(request)) is not None:
         return body
     inbox: Inbox | None = request.app.state.inbox

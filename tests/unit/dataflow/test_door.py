@@ -20,7 +20,7 @@ from astraflow.testing.dataflow import episode, small_config, trajectory
 from astraflow.types import EpisodeLease
 from astraflow.wire.codec import CONTENT_TYPE, HEADER_KEY, TRAJECTORY_SCHEMA, read_stream, write_stream
 from astraflow.wire.episodes import encode_episodes
-from astraflow.wire.messages import EpisodesHeader
+from astraflow.wire.messages import PROTOCOL_HEADER, EpisodesHeader
 
 LIMIT = 4 << 20
 CONFIG = small_config(run__steps=100, dataflow={"max_body_bytes": LIMIT})
@@ -100,7 +100,9 @@ class Sender:
         self.client, self._url, self._pool = client, url, urllib3.PoolManager(retries=False)
 
     def post(self, body: bytes, kind: str = CONTENT_TYPE) -> tuple[int, str]:
-        reply = self._pool.request("POST", f"{self._url}/episodes", body=body, headers={"content-type": kind})
+        reply = self._pool.request(
+            "POST", f"{self._url}/episodes", body=body, headers={"content-type": kind, PROTOCOL_HEADER: "1"}
+        )
         return reply.status, reply.json()["error"] if reply.status >= 400 else ""
 
     def refused(self) -> dict[str, int]:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import urllib3
 from msgspec.structs import replace
 
 from astraflow.errors import WireError
 from astraflow.testing.dataflow import episode, small_config, trajectory
+from astraflow.wire.messages import PROTOCOL_HEADER
 
 Serve = Callable[..., Any]
 
@@ -60,3 +62,15 @@ def test_ranks_are_counted_from_0_and_not_without_end(serve: Serve, rank: int, r
     problem = rf"rank={rank} must be >= 0 and below ranks={ranks}, at most 1024"
     refused(422, lambda: client.batch("actor", "t", 0, rank=rank, ranks=ranks), problem)
     assert client.batch("actor", "t", 0, rank=1023, ranks=1024) is None
+
+
+def test_json_of_another_type_and_requests_without_the_protocol_are_refused_and_counted(serve: Serve) -> None:
+    service = serve(small_config())
+    client, body = service.start(), b'{"trainer_id":"t","version":0}'
+    for headers, status in (({PROTOCOL_HEADER: "1"}, 415), ({"content-type": "application/json"}, 426)):
+        answer = urllib3.request("POST", service.url + "/policies/actor/batches", body=body, headers=headers)
+        assert answer.status == status
+    assert urllib3.request("DELETE", service.url + "/nodes/n").status == 426
+    assert client.status()["refused"] == {"content_type": 1, "protocol": 2}
+    for path in ("/status", "/metrics", "/run"):  # people and Prometheus ask without it
+        assert urllib3.request("GET", service.url + path).status == 200

@@ -21,7 +21,7 @@ from astraflow.wire.episodes import encode_episodes
 from service_steps import play, reward_of, status_of, step
 
 Serve = Callable[..., Any]
-ARROW = {"content-type": CONTENT_TYPE}
+ARROW = {"content-type": CONTENT_TYPE, m.PROTOCOL_HEADER: str(m.PROTOCOL)}
 
 
 def test_a_heartbeat_is_told_what_the_node_plays_in_vain_also_after_a_restart(serve: Any) -> None:

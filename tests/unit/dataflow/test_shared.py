@@ -18,6 +18,7 @@ from astraflow.testing.dataflow import episode, small_config, trajectory
 from astraflow.wire import client as wire_client
 from astraflow.wire.codec import CONTENT_TYPE
 from astraflow.wire.local import HOST_HEADER, host_identity
+from astraflow.wire.messages import PROTOCOL_HEADER
 
 pytestmark = pytest.mark.skipif(not host_identity(), reason="files are not shared on this system")
 Serve = Callable[..., Any]
@@ -88,7 +89,7 @@ def test_an_answer_that_nobody_maps_keeps_nothing(serve: Serve, tmp_path: Path) 
     play(client)
     body = b'{"trainer_id":"t","version":0}'
     for _ in range(3):
-        headers = {HOST_HEADER: host_identity()}
+        headers = {HOST_HEADER: host_identity(), PROTOCOL_HEADER: "1", "content-type": "application/json"}
         answer = urllib3.request("POST", service.url + "/policies/actor/batches", body=body, headers=headers)
         assert answer.status == 200 and answer.headers["content-type"] == "application/json"
     got = client.batch("actor", "t", 0)
@@ -151,7 +152,10 @@ def test_a_body_over_the_limit_is_413_and_says_the_setting(serve: Serve) -> None
 def test_what_is_no_arrow_stream_is_refused_by_a_sentence(serve: Serve, body: bytes) -> None:
     service = serve(small_config())
     service.start()
-    answer = urllib3.request("POST", service.url + "/episodes", body=body, headers={"content-type": CONTENT_TYPE})
+    headers = {"content-type": CONTENT_TYPE, PROTOCOL_HEADER: "1"}
+    answer = urllib3.request("POST", service.url + "/episodes", body=body, headers=headers)
     assert answer.status == 422 and b"must be an Arrow IPC stream" in answer.data
-    answer = urllib3.request("POST", service.url + "/episodes", body=body, headers={"content-type": "text/plain"})
+    answer = urllib3.request(
+        "POST", service.url + "/episodes", body=body, headers=headers | {"content-type": "text/plain"}
+    )
     assert answer.status == 415 and CONTENT_TYPE.encode() in answer.data

@@ -27,6 +27,8 @@ from astraflow.wire.local import HOST_HEADER, Inbox, host_identity
 from astraflow.wire.messages import Ok
 from http_service import NAMES, PATHS, bulk_of, running
 
+POST_BULK = b"POST /bulk HTTP/1.1\r\nhost: x\r\nx-astraflow-protocol: 1\r\n"
+
 
 def test_struct_goes_there_and_back() -> None:
     with running() as url:
@@ -85,10 +87,8 @@ def test_a_refused_large_body_is_not_read_and_the_connection_goes_on(tmp_path: P
 def test_a_large_body_that_is_cut_leaves_nothing_behind(at: int, tmp_path: Path) -> None:
     with running(inbox=Inbox(tmp_path)) as url:
         with socket.create_connection(url.removeprefix("http://").split(":"), timeout=5) as sock:
-            head = (
-                f"POST /bulk HTTP/1.1\r\nhost: x\r\ncontent-type: {CONTENT_TYPE}\r\ncontent-length: {8 << 20}\r\n\r\n"
-            )
-            sock.sendall(head.encode() + bytes(at))
+            head = f"content-type: {CONTENT_TYPE}\r\ncontent-length: {8 << 20}\r\n\r\n"
+            sock.sendall(POST_BULK + head.encode() + bytes(at))
         client = HttpClient(url)
         client.json("POST", "/echo", Ok(), Ok)
         assert len(bulk_of(client, [memoryview(bytes(2 << 20))])[1]) == 2 << 20
@@ -117,7 +117,7 @@ def test_a_body_over_the_limit_is_413_before_it_is_read(tmp_path: Path) -> None:
             HttpClient(url).post_stream("/bulk", pieces, Ok)
         assert caught.value.status == 413
         with socket.create_connection(url.removeprefix("http://").split(":"), timeout=5) as sock:  # sends no body
-            sock.sendall(b"POST /bulk HTTP/1.1\r\nhost: x\r\ncontent-length: 9999999\r\n\r\n")
+            sock.sendall(POST_BULK + b"content-length: 9999999\r\n\r\n")
             assert sock.recv(65536).startswith(b"HTTP/1.1 413")
     with running(limit=2 << 20, inbox=Inbox(tmp_path)) as url:
         client = HttpClient(url)
@@ -129,7 +129,7 @@ def test_a_body_over_the_limit_is_413_before_it_is_read(tmp_path: Path) -> None:
 
 def test_a_body_without_a_length_is_counted_while_it_comes() -> None:
     with running(limit=1 << 20) as url, socket.create_connection(url.removeprefix("http://").split(":"), 5) as sock:
-        sock.sendall(b"POST /bulk HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ncontent-type: ")
+        sock.sendall(POST_BULK + b"transfer-encoding: chunked\r\ncontent-type: ")
         sock.sendall(CONTENT_TYPE.encode() + b"\r\n\r\n")
         sock.sendall(b"%x\r\n" % ((1 << 20) + 1) + bytes((1 << 20) + 1))
         assert sock.recv(65536).startswith(b"HTTP/1.1 413")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+import urllib3
 
 import http_service
 from astraflow.errors import (
@@ -20,7 +21,7 @@ from astraflow.wire.app import (
     check_bind,
 )
 from astraflow.wire.client import HttpClient
-from astraflow.wire.messages import Ok
+from astraflow.wire.messages import PROTOCOL_HEADER, Ok
 from http_service import running
 
 
@@ -41,7 +42,7 @@ def test_an_error_reaches_the_caller_as_the_same_sentence(kind: str, status: int
 
 def test_a_body_of_another_shape_is_422_with_the_reason() -> None:
     with running() as url, pytest.raises(WireError, match="must be a Ok") as caught:
-        HttpClient(url).post_bytes("/echo", b"[1]", Ok)
+        HttpClient(url)._send("POST", "/echo", [memoryview(b"[1]")], "application/json", 0.0)
     assert caught.value.status == 422
 
 
@@ -67,6 +68,25 @@ def test_another_protocol_version_is_refused_by_number(monkeypatch: pytest.Monke
     monkeypatch.setattr(client_module, "PROTOCOL", 99)
     with running() as url, pytest.raises(ProtocolMismatch, match="protocol=99 must be 1"):
         HttpClient(url).json("POST", "/echo", Ok(), Ok)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "problem"),
+    [
+        ({"content-type": "application/json"}, 426, "x-astraflow-protocol=none must be 1; send that header"),
+        ({"content-type": "application/json", PROTOCOL_HEADER: ""}, 426, "x-astraflow-protocol= must be 1"),
+        ({"content-type": "text/plain", PROTOCOL_HEADER: "1"}, 415, "content-type=text/plain must be application/json"),
+        ({PROTOCOL_HEADER: "1"}, 415, "content-type=none must be application/json"),
+        ({"content-type": "Application/JSON; charset=utf-8", PROTOCOL_HEADER: "1"}, 200, ""),
+    ],
+)
+def test_what_a_web_page_of_another_origin_can_send_is_refused(
+    headers: dict[str, str], status: int, problem: str
+) -> None:
+    with running() as url:
+        answer = urllib3.request("POST", url + "/echo", body=b'{"ok":true}', headers=headers, retries=False)
+        assert answer.status == status and problem in answer.data.decode()
+        assert urllib3.request("GET", url + "/health", retries=False).status == 200
 
 
 def test_nobody_there_is_unreachable_within_the_budget() -> None:
@@ -123,7 +143,8 @@ def test_loopback_needs_no_token(host: str) -> None:
 def test_a_pickle_sent_to_a_service_is_refused() -> None:
     bomb = b"cposix\nsystem\n(S'touch pwned'\ntR."
     with running() as url, socket.create_connection(url.removeprefix("http://").split(":"), timeout=5) as sock:
-        sock.sendall(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(bomb) + bomb)
+        head = b"POST /echo HTTP/1.1\r\nhost: x\r\nx-astraflow-protocol: 1\r\ncontent-type: application/json\r\n"
+        sock.sendall(head + b"content-length: %d\r\n\r\n" % len(bomb) + bomb)
         answer = sock.recv(65536)
     assert answer.startswith(b"HTTP/1.1 422")
 

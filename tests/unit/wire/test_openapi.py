@@ -97,7 +97,8 @@ def test_a_service_answers_as_its_document_says(tmp_path: Path) -> None:
 
         def ask(method: str, path: str, route: str, body: Any = None) -> Any:
             data = None if body is None else json.dumps(body).encode()
-            answer = http.request(method, service.url + path, body=data, retries=False)
+            headers = {"content-type": "application/json", messages.PROTOCOL_HEADER: "1"}
+            answer = http.request(method, service.url + path, body=data, headers=headers, retries=False)
             operation = document["paths"][route][method.lower()]
             content = operation["responses"][str(answer.status)]["content"]["application/json"]["schema"]
             jsonschema.validate(answer.json(), {**content, "components": document["components"]})

@@ -88,8 +88,8 @@ def document(title: str, about: str, operations: Sequence[Operation]) -> dict[st
             },
             "parameters": {
                 "protocol": {
-                    "name": PROTOCOL_HEADER, "in": "header", "required": False,
-                    "description": f"{PROTOCOL}; another number is refused with 426",
+                    "name": PROTOCOL_HEADER, "in": "header", "required": True,
+                    "description": f"{PROTOCOL}; another number, or none, is refused with 426 (a GET may go without)",
                     "schema": {"type": "string", "const": str(PROTOCOL)},
                 }
             },
@@ -109,7 +109,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
         "tags": [operation.sender],
         "summary": operation.about,
         "parameters": [
-            {"$ref": "#/components/parameters/protocol"},
+            *([] if operation.method == "GET" else [{"$ref": "#/components/parameters/protocol"}]),
             *({"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names),
         ],
         "responses": _responses(operation),

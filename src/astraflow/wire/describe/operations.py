@@ -10,8 +10,7 @@ from astraflow.wire import messages as m
 from astraflow.wire.codec import TRAINING_SCHEMA, TRAJECTORY_SCHEMA
 from astraflow.wire.describe.openapi import Arrow, Operation, document
 
-_BODY = (400, 413, 422)
-_STREAM = (*_BODY, 415)
+_BODY = (400, 413, 415, 422)
 _BATCH_ROWS = "Rows of a batch; columns that stages added follow."
 
 OPERATIONS = (
@@ -38,7 +37,7 @@ OPERATIONS = (
     Operation(
         method="POST", path="/episodes", name="commit", sender="node", reply=m.EpisodesReply,
         body=Arrow(m.EpisodesHeader, TRAJECTORY_SCHEMA, "One row per branch; rows of an episode lie together."),
-        about="Hand in whole episodes, each atomic", refusals=(*_STREAM, 507),
+        about="Hand in whole episodes, each atomic", refusals=(*_BODY, 507),
     ),
     Operation(
         method="POST", path="/policies/{policy}/resume", name="resume", sender="trainer", body=m.Resume,
@@ -72,7 +71,7 @@ OPERATIONS = (
     Operation(
         method="POST", path="/stages/{stage}/columns", name="stage_columns", sender="stage", reply=m.ColumnsReply,
         body=Arrow(m.ColumnsHeader, None, "Its columns are those that the stage adds, and no other."),
-        about="Hand in columns", refusals=(*_STREAM, 404, 507),
+        about="Hand in columns", refusals=(*_BODY, 404, 507),
     ),
     Operation(
         method="DELETE", path="/stages/{stage}/workers/{worker_id}", name="stage_leave", sender="stage", reply=m.Ok,
