@@ -131,7 +131,7 @@ def test_a_background_task_that_dies_ends_the_service_by_name(serve: Serve, monk
     assert "dataflow tick died" in service.error.__notes__
 
 
-def test_a_machine_that_dies_ends_the_service_by_name_and_a_restart_names_the_journal(
+def test_a_machine_that_dies_ends_the_service_by_name_with_the_command_it_died_of(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = serve(small_config())
@@ -145,7 +145,9 @@ def test_a_machine_that_dies_ends_the_service_by_name_and_a_restart_names_the_jo
     with pytest.raises(WireError):
         client.commit([episode(x, "n") for x in leases])
     service.wait_for_end()
-    assert isinstance(service.error, ZeroDivisionError) and "dataflow machine died" in service.error.__notes__
+    error = service.error
+    assert isinstance(error.__cause__, ZeroDivisionError) and "dataflow machine died" in error.__notes__
+    assert "command 4 (CommitEpisodes)=ZeroDivisionError: the machine is broken" in str(error)
 
 
 def test_other_data_is_refused_at_a_restart(serve: Serve, tmp_path: Path) -> None:
