@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,37 @@ async def test_segments_that_nobody_needs_are_deleted(tmp_path: Path) -> None:
     assert first.compaction.num_snapshots >= 1 and first.compaction.waiting_bytes == 400  # the newest is full, too
     assert [p.name for p in directory.iterdir()] == ["000002.arrow"]
     first.close()
+
+
+async def test_a_segment_that_is_released_while_a_snapshot_is_written_stays_until_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay from that snapshot needs its rows: the command that releases it comes after."""
+    first = Shell(small_config(run__steps=100), tmp_path / "run", sources())
+    first.segments._limit = 10
+    leases = await begin(first)
+    await first.submit(commit_of(first, leases))
+    for step in (1, 2):
+        await first.submit(c.TakeBatch("actor", "t", step - 1))
+        await first.submit(c.AckBatch("actor", f"actor/{step}", m.Ack(trainer_id="t", version=step)))
+    await first.submit(commit_of(first, (await first.submit(c.LeaseEpisodes("n", "r2", 2)))))  # the first file is full
+    written, compact = threading.Event(), first.journal.compact
+    monkeypatch.setattr(first.journal, "compact", lambda snapshot: (written.wait(20), compact(snapshot)))
+    first.compaction.begin(first.machine.snapshot(), first.now())
+    await first.submit(c.CoverBatches("actor", m.Checkpoint(trainer_id="t", version=2)))
+    written.set()
+    await first.compaction.ended()
+    directory = tmp_path / "run" / "dataflow" / "segments"
+    assert first.compaction.num_snapshots == 1 and 1 not in first.machine.state.segment_puts
+    assert (directory / "000001.arrow").exists()
+    crashed = image(tmp_path / "run", tmp_path / "crashed")
+    first.compaction.begin(first.machine.snapshot(), first.now())
+    await first.compaction.ended()
+    assert not (directory / "000001.arrow").exists()
+    first.close()
+    second = shell(crashed)
+    check_law(second.machine)
+    second.close()
 
 
 async def test_with_fsync_rows_are_on_the_disk_before_the_command_that_points_at_them(

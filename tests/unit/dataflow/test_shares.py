@@ -99,6 +99,15 @@ def test_branches_of_an_episode_stay_together() -> None:
     shares = [share(lengths, owners, rank, 2) for rank in range(2)]
     assert sorted(np.concatenate(shares).tolist()) == list(range(7))
     assert not set(owners[shares[0]]) & set(owners[shares[1]])
+    assert sorted(int(lengths[rows].sum()) for rows in shares) == [29, 30], "all tokens of an episode count"
+
+
+def test_shares_of_rows_of_log_normal_length_are_balanced() -> None:
+    chance = np.random.default_rng(0)
+    owners = np.sort(chance.integers(0, 256, 700))
+    lengths = chance.lognormal(6, 1, 700).astype(int) + 1
+    loads = [int(lengths[share(lengths, owners, rank, 8)].sum()) for rank in range(8)]
+    assert sum(loads) == lengths.sum() and max(loads) / (sum(loads) / 8) < 1.02
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 9])
