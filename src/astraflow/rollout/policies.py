@@ -44,6 +44,7 @@ class Weights:
         self._policy, self._client, self._on_version = policy, client, on_version
         self._announced = WeightVersion(policy, -1)
         self._news = asyncio.Event()
+        self._held: Fetched | None = None  # what the next delta is applied to
         self.num_failures = 0
 
     @property
@@ -62,6 +63,7 @@ class Weights:
     async def fetch_newer(self, version: int) -> Fetched:
         """Waits for a version above `version` and fetches it, trying again until a store has it.
 
+        The tensors of the version before are changed in place: nobody may read them any more.
         Raises: Unauthorized or ProtocolMismatch: trying again cannot help.
         """
         pause_s = _PAUSE_S
@@ -71,13 +73,18 @@ class Weights:
             if wanted.version <= version:
                 await self._news.wait()
                 continue
+            held = self._held
             try:
-                return await in_thread(lambda: self._client.fetch(wanted), f"weights-{self._policy}")  # noqa: B023
+                fetched = await in_thread(lambda: self._client.fetch(wanted, held), f"weights-{self._policy}")  # noqa: B023
             except (Unauthorized, ProtocolMismatch):
                 raise
             except (WeightError, WireError) as error:
                 self.num_failures += 1
                 log.warning("weights of %s %d: %s", self._policy, wanted.version, error)
+            else:
+                # Of a policy whose versions travel whole, a copy in host memory would be of no use.
+                self._held = fetched if version < 0 or fetched.held.manifest.delta is not None else None
+                return fetched
             try:
                 await asyncio.wait_for(self._news.wait(), pause_s)
             except TimeoutError:

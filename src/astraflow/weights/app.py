@@ -4,6 +4,7 @@
 |-----------------------------------------------|----------------------------------------------|
 | GET /weights/{policy}                         | `Listing`                                    |
 | GET /weights/{policy}/{version}/manifest.json | the manifest; starts a reader's lease        |
+| GET /weights/{policy}/{version}/delta?base=B  | `Delta`: one, merged of all since B          |
 | GET /weights/{policy}/{version}/{name}        | a part or file; one Range is honoured (206)  |
 
 Versions are immutable, so readers share nothing but the page cache: a slow one holds a file descriptor, one piece of
@@ -13,9 +14,11 @@ memory and a lease that it extends only while it takes bytes.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import stat
+import time
 from collections.abc import AsyncIterator
 from functools import cache
 from pathlib import Path
@@ -28,8 +31,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from astraflow.weights.leases import ReaderLease
-from astraflow.weights.manifest import MANIFEST, Manifest, is_file_name, is_policy_name
+from astraflow.errors import WeightError
+from astraflow.weights.files.leases import ReaderLease
+from astraflow.weights.manifest import MANIFEST, Delta, Manifest, is_file_name, is_policy_name
+from astraflow.weights.plan import VersionInfo
 from astraflow.weights.store import FileStore
 from astraflow.wire.app import HttpError, create_app, json_reply
 from astraflow.wire.describe.openapi import Operation, document
@@ -37,6 +42,9 @@ from astraflow.wire.describe.openapi import Operation, document
 PIECE_BYTES = 4 << 20
 STALL_S = 120.0
 """A reader that takes no piece for this long is cut; it resumes by Range."""
+
+LONGEST_WAIT_S = 60.0
+ARRIVAL_S = 0.02  # between two looks for a version that has not come yet
 
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
@@ -47,6 +55,7 @@ class Listing(msgspec.Struct):
     policy: str
     latest: int  # -1: none
     versions: list[int]  # oldest first
+    infos: list[VersionInfo] = []  # of the same versions: how each can travel
 
 
 OPERATIONS = (
@@ -56,7 +65,13 @@ OPERATIONS = (
     ),
     Operation(
         method="GET", path="/weights/{policy}/{version:int}/manifest.json", name="manifest", sender="reader",
-        reply=Manifest, about="What a version is made of; it is not deleted while it is being read", refusals=(404,),
+        reply=Manifest, refusals=(404, 422),
+        about="What a version is made of; it is not deleted while it is being read. `?wait_s=N`: wait for the next one",
+    ),
+    Operation(
+        method="GET", path="/weights/{policy}/{version:int}/delta", name="merged", sender="reader", reply=Delta,
+        about="One delta from version `?base=N`, merged of those between; its parts are read as those of this version",
+        refusals=(404, 422),
     ),
     Operation(
         method="GET", path="/weights/{policy}/{version:int}/{name}", name="part", sender="reader",
@@ -116,19 +131,52 @@ class _PartReply(StreamingResponse):
 
 def create_weights_app(root: Path, token: str | None) -> Starlette:
     """The app over `<root>/<policy>/<version>/...`."""
-    root = Path(root).absolute()
+    serving = _Serving(Path(root).absolute())
+    routes = [
+        Route("/weights/{policy}", serving.listing),
+        Route("/weights/{policy}/{version:int}/delta", serving.delta),
+        Route("/weights/{policy}/{version:int}/{name}", serving.file),
+    ]
+    return create_app(routes, token=token)
 
-    async def listing(request: Request) -> Response:
+
+class _Serving:
+    """The replies."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._stores: dict[str, FileStore] = {}
+
+    async def listing(self, request: Request) -> Response:
         policy = _policy(request)
-        versions = FileStore(root, policy).versions()
-        return json_reply(Listing(policy, versions[-1] if versions else -1, versions))
+        infos = await asyncio.to_thread(self._store(policy).infos)
+        return json_reply(Listing(policy, max(infos, default=-1), list(infos), list(infos.values())))
 
-    async def file(request: Request) -> Response:
+    async def delta(self, request: Request) -> Response:
+        policy, version = _policy(request), request.path_params["version"]
+        base = _number(request, "base", -1.0)
+        if not base.is_integer() or not 0 <= base < version:
+            raise HttpError(422, f"base={base:g} must be an earlier version than {version}; give one", "WeightError")
+        lease = ReaderLease(self._root / policy, version)
+        lease.extend()  # it stays, as that of a manifest
+        try:
+            merged = await asyncio.to_thread(self._store(policy).merged, version, int(base))
+        except WeightError as error:
+            lease.release()
+            raise HttpError(404, str(error), "WeightError") from error
+        if merged is None:
+            lease.release()
+            raise _not_found("delta", f"{int(base)} to {version}", "has no chain of deltas here")
+        return json_reply(merged)
+
+    async def file(self, request: Request) -> Response:
         policy, name = _policy(request), request.path_params["name"]
         version: int = request.path_params["version"]
-        directory = root / policy
+        directory = self._root / policy
         if not is_file_name(name):
             raise _not_found("file", name, "must be a plain name that the manifest gives")
+        if name == MANIFEST:
+            await _arrival(self._store(policy), version, min(_number(request, "wait_s", 0.0), LONGEST_WAIT_S))
         lease = ReaderLease(directory, version)
         lease.extend()
         try:
@@ -148,9 +196,30 @@ def create_weights_app(root: Path, token: str | None) -> Starlette:
             os.close(fd)
             raise
 
-    return create_app(
-        [Route("/weights/{policy}", listing), Route("/weights/{policy}/{version:int}/{name}", file)], token=token
-    )
+    def _store(self, policy: str) -> FileStore:
+        if policy not in self._stores and not (self._root / policy).is_dir():
+            return FileStore(self._root, policy)  # any name may be asked for; only what exists is remembered
+        return self._stores.setdefault(policy, FileStore(self._root, policy))
+
+
+async def _arrival(store: FileStore, version: int, wait_s: float) -> None:
+    """Wait for a version that is newer than all others; one that is gone will not come."""
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        if (store.directory / str(version)).exists() or version < max(store.versions(), default=-1):
+            return
+        await asyncio.sleep(ARRIVAL_S)
+
+
+def _number(request: Request, name: str, otherwise: float) -> float:
+    given = request.query_params.get(name, str(otherwise))
+    try:
+        number = float(given)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise HttpError(422, f"{name}={given} must be a number; give ?{name}=N", "WeightError")
+    return number
 
 
 def _part_reply(request: Request, fd: int, size: int, lease: ReaderLease) -> Response:

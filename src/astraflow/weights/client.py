@@ -8,36 +8,41 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import numpy as np
+import msgspec
 
-from astraflow.errors import AstraFlowError, ProtocolMismatch, Unauthorized, Unreachable, WeightError, WireError
+from astraflow.errors import AstraFlowError, ProtocolMismatch, Unauthorized, WeightError, WireError
 from astraflow.types import WeightVersion
-from astraflow.weights.manifest import MANIFEST, FileEntry, Manifest, Part, TornPart, read_manifest
+from astraflow.weights.fetch.http import HttpReader
+from astraflow.weights.fetch.route import Counts, Held, Reader, bring, retry, verified
+from astraflow.weights.manifest import Manifest
 from astraflow.weights.store import FileStore
-from astraflow.weights.tensors import checksum, view_part
 from astraflow.wire.client import HttpClient
 
 if TYPE_CHECKING:
     import torch
 
-R = TypeVar("R")
 logger = logging.getLogger(__name__)
-
-_TRIES = 4
-_PAUSE_S = 0.2
 
 
 class Fetched(NamedTuple):
-    """A verified version. The tensors are views of one buffer per part and belong to the caller."""
+    """A verified version. The tensors belong to the caller until it gives this as `held`."""
 
-    version: int
-    tensors: dict[str, torch.Tensor]  # by Hugging Face name, in the order of the manifest
+    held: Held
     files: dict[str, bytes]  # config and tokenizer files by name
+
+    @property
+    def version(self) -> int:
+        """The version they are."""
+        return self.held.version
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By Hugging Face name, in the order of the manifest."""
+        return self.held.tensors
 
     def save_files(self, directory: Path) -> None:
         """Write the config and tokenizer files, so that a node without the model directory can build the model."""
@@ -47,19 +52,27 @@ class Fetched(NamedTuple):
 
 
 class WeightClient:
-    """Thread-safe. `counts` are monotonic: fetches, bytes, retries, torn_parts, failed_stores."""
+    """Thread-safe. `counts` only grow: fetches, bytes, retries, torn_parts, deltas, refused_deltas, failed_stores."""
 
-    def __init__(self, token: str | None = None, *, timeout_s: float = 30.0, give_up_s: float = 5.0) -> None:
-        self._token, self._timeout_s, self._give_up_s = token, timeout_s, give_up_s
+    def __init__(
+        self, token: str | None = None, *, timeout_s: float = 30.0, give_up_s: float = 5.0, wait_s: float = 0.0
+    ) -> None:
+        """`wait_s`: how long a store may let us wait for a version that was announced and is not there yet."""
+        self._token, self._timeout_s, self._give_up_s, self._wait_s = token, timeout_s, give_up_s, wait_s
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._http: dict[str, HttpClient] = {}
         self._files: dict[str, bytes] = {}  # by checksum: equal in nearly every version
-        self.counts = {"fetches": 0, "bytes": 0, "retries": 0, "torn_parts": 0, "failed_stores": 0}
+        self.counts = {
+            "fetches": 0, "bytes": 0, "retries": 0, "torn_parts": 0, "deltas": 0, "refused_deltas": 0,
+            "failed_stores": 0,
+        }  # fmt: skip
 
-    def fetch(self, wanted: WeightVersion) -> Fetched:
+    def fetch(self, wanted: WeightVersion, held: Fetched | None = None) -> Fetched:
         """The tensors and files of `wanted`, from the first of its stores that has them.
 
+        Args: held: an earlier version of the same policy; where a store has the changes since, they are made in place.
+        After an error it can be given again.
         Raises: Unauthorized: a store refused the token and no other had the version. WeightError: no store had it.
         """
         if wanted.version < 0 or not wanted.urls:
@@ -69,7 +82,7 @@ class WeightClient:
         failures: list[tuple[str, AstraFlowError]] = []
         for url in wanted.urls:
             try:
-                fetched = self._fetch_from(url, wanted)
+                fetched = self._fetch_from(url, wanted, None if held is None else held.held)
             except (WeightError, WireError) as error:
                 self._count("failed_stores")
                 logger.warning("weights of %s %d: %s failed: %s", wanted.policy, wanted.version, url, error)
@@ -96,80 +109,37 @@ class WeightClient:
                 client.close()
             self._http.clear()
 
-    def _fetch_from(self, url: str, wanted: WeightVersion) -> Fetched | None:
+    def _fetch_from(self, url: str, wanted: WeightVersion, held: Held | None) -> Fetched | None:
+        reader = self._reader(url, wanted)
+        if reader is None:
+            return None
+        counts = Counts()
+        try:
+            brought = bring(reader, held, wanted.version, wait_s=self._wait_s, counts=counts)
+        finally:
+            for name, amount in msgspec.structs.asdict(counts).items():
+                self._count("bytes" if name == "nbytes" else name, amount)
+        return Fetched(brought, self._fetch_files(reader, brought.manifest))
+
+    def _reader(self, url: str, wanted: WeightVersion) -> Reader | None:
+        """The store that `url` means; None: a directory of another host."""
         parts = urlsplit(url)
         if parts.scheme == "file":
-            store = _local_store(unquote(parts.path), parse_qs(parts.query).get("store", [""])[0], wanted)
-            return None if store is None else self._fetch_file(store, wanted.version)
+            return _local_store(unquote(parts.path), parse_qs(parts.query).get("store", [""])[0], wanted)
         if parts.scheme in ("http", "https"):
             client = self._client(f"{parts.scheme}://{parts.netloc}")
-            return self._fetch_http(client, f"{parts.path.rstrip('/')}/{wanted.version}", wanted)
+            return HttpReader(client, parts.path.rstrip("/"), wanted.policy, self._closed, self._count_retry)
         raise WeightError("url", url, "must start with file:// or http://", "give the URL that the trainer announced")
 
-    def _fetch_file(self, store: FileStore, version: int) -> Fetched:
-        manifest = store.manifest(version)
-        files = self._fetch_files(manifest, lambda entry: store.read_file(version, entry))
-        tensors = store.fetch(version)
-        self._count("bytes", manifest.nbytes)
-        return Fetched(version, tensors, files)
-
-    def _fetch_http(self, client: HttpClient, path: str, wanted: WeightVersion) -> Fetched:
-        where = f"{client.base_url}{path}/{MANIFEST}"
-
-        def get_manifest() -> Manifest:
-            _, payload, _ = client.get_bytes("GET", f"{path}/{MANIFEST}")
-            return read_manifest(payload, wanted.policy, wanted.version, where)
-
-        manifest = self._retry(get_manifest)
-        entries = manifest.entries()
-        tensors: dict[str, torch.Tensor] = {}
-        for part in manifest.parts:
-            tensors.update(self._retry(lambda p=part: view_part(self._download(client, path, p), p, entries)))  # type: ignore[misc]
-        files = self._fetch_files(manifest, lambda entry: self._download(client, path, entry))
-        return Fetched(wanted.version, {entry.name: tensors[entry.name] for entry in manifest.tensors}, files)
-
-    def _download(self, client: HttpClient, path: str, part: Part | FileEntry) -> memoryview:
-        """All bytes of a part in one buffer, going on where a cut download ended."""
-        target = np.empty(part.nbytes, np.uint8).data  # not zeroed: saves a pass over all bytes
-        filled, tries = 0, 0
-        while filled < part.nbytes:
-            before = filled
-            try:
-                filled = client.download(f"{path}/{part.name}", target, filled)
-            except Unreachable:
-                if tries + 1 >= _TRIES:
-                    raise
-            if filled < part.nbytes:
-                self._count("retries")
-                tries = 0 if filled > before else tries + 1
-                if tries >= _TRIES:
-                    raise WeightError(
-                        f"part {part.name}", f"{filled} bytes", f"must have {part.nbytes} and no more came",
-                        "check the connection and the disk of the store",
-                    )  # fmt: skip
-                self._closed.wait(_PAUSE_S * tries)
-        self._count("bytes", part.nbytes)
-        return target
-
-    def _fetch_files(self, manifest: Manifest, read: Callable[[FileEntry], bytes | memoryview]) -> dict[str, bytes]:
+    def _fetch_files(self, reader: Reader, manifest: Manifest) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
         for entry in manifest.files:
             content = self._files.get(entry.xxh3)
             if content is None:
-                content = self._retry(lambda e=entry: _verified(bytes(read(e)), e))  # type: ignore[misc]
+                content = bytes(retry(lambda e=entry: verified(reader.read(manifest.version, e), e)))  # type: ignore[misc]
                 self._files[entry.xxh3] = content
             found[entry.name] = content
         return found
-
-    def _retry(self, action: Callable[[], R]) -> R:
-        """Bytes that do not match their checksum are fetched again: most often a proxy or a bad link tore them."""
-        for _ in range(_TRIES - 1):
-            try:
-                return action()
-            except TornPart as error:
-                self._count("torn_parts")
-                logger.warning("fetched again: %s", error)
-        return action()
 
     def _client(self, base_url: str) -> HttpClient:
         with self._lock:
@@ -178,6 +148,9 @@ class WeightClient:
                     base_url, self._token, timeout_s=self._timeout_s, give_up_s=self._give_up_s
                 )
             return self._http[base_url]
+
+    def _count_retry(self) -> None:
+        self._count("retries")
 
     def _count(self, name: str, amount: int = 1) -> None:
         with self._lock:
@@ -193,9 +166,3 @@ def _local_store(path: str, store_id: str, wanted: WeightVersion) -> FileStore |
     if not store.versions() or (store_id and store.store_id != store_id):
         return None
     return store
-
-
-def _verified(content: bytes, entry: FileEntry) -> bytes:
-    if checksum(content) != entry.xxh3:
-        raise TornPart(f"checksum of {entry.name}", checksum(content), f"must be {entry.xxh3}", "fetch it again")
-    return content

@@ -13,6 +13,7 @@ import re
 import msgspec
 
 from astraflow.errors import WeightError
+from astraflow.weights.plan import VersionInfo
 
 MANIFEST = "manifest.json"
 DTYPES = {
@@ -97,6 +98,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def nbytes(self) -> int:
         """Bytes of all full parts."""
         return sum(part.nbytes for part in self.parts)
+
+    @property
+    def info(self) -> VersionInfo:
+        """How the version can travel."""
+        full = self.nbytes if self.parts else -1
+        if self.delta is None:
+            return VersionInfo(self.version, full)
+        return VersionInfo(self.version, full, self.delta.base, self.delta.nbytes)
 
     def same_content(self, other: Manifest) -> bool:
         """Equal tensors and files, however they are packed into parts."""

@@ -1,11 +1,12 @@
 """One policy's weight versions in a directory: publish atomically, read verified, keep the newest.
 
 ```
-<root>/<policy>/<version>/{manifest.json, model*.safetensors, config.json, ...}     a version, immutable
-<root>/<policy>/{.id, .lock, .readers/, .tmp-*}                                     house-keeping
+<root>/<policy>/<version>/{manifest.json, model*.safetensors, delta*.bin, config.json, ...}     a version, immutable
+<root>/<policy>/{.id, .lock, .readers/, .tmp-*}                                                  house-keeping
 ```
 A version is built in `.tmp-*` under the policy's lock, synced, then renamed: a crash at any moment leaves the versions
-before it as they were, and the next publisher sweeps what was left behind.
+before it as they were, and the next publisher sweeps what was left behind. Merged deltas lie beside a version's own
+parts; they are made when a reader asks, and can be made again.
 """
 
 from __future__ import annotations
@@ -23,22 +24,25 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import msgspec
-
 from astraflow.errors import WeightError
 from astraflow.types import WeightVersion
-from astraflow.weights.layout import index_json, plan_parts, sync_directory, write_file, write_part
-from astraflow.weights.leases import reading, retiring
+from astraflow.weights.fetch.route import bring
+from astraflow.weights.files.build import Base, Building, merge_into
+from astraflow.weights.files.layout import sync_directory
+from astraflow.weights.files.leases import ReaderLease, reading, retiring
 from astraflow.weights.manifest import (
     MANIFEST,
+    Delta,
     FileEntry,
     Manifest,
+    Part,
     TornPart,
     is_file_name,
     is_policy_name,
     read_manifest,
 )
-from astraflow.weights.tensors import checksum, raw_tensors, view_part
+from astraflow.weights.plan import VersionInfo, cheapest, full_is_due, retained
+from astraflow.weights.tensors import checksum, raw_tensors
 
 _LOCK_WAIT_S = 30.0
 
@@ -46,23 +50,27 @@ _LOCK_WAIT_S = 30.0
 class FileStore:
     """Versions of `policy` below `root`. One instance may be used by several threads; several processes may publish.
 
-    Args: keep: newest versions that stay; older ones go at the next publish unless somebody reads them. 0: all stay.
-    durable: wait for the disk before a version becomes visible. Without it a power cut (never a killed process) can
-    leave a torn newest version, which readers refuse by checksum and the next publish of that version replaces.
-    pinned: versions that stay as long as the store.
+    Args: keep: newest versions that stay; older ones go at the next publish unless somebody reads them or a newer one
+    is a delta on them. 0: all stay. full_every: one version in so many carries all its tensors, the others may be
+    deltas only. durable: wait for the disk before a version becomes visible. Without it a power cut (never a killed
+    process) can leave a torn newest version, which readers refuse by checksum and the next publish of that version
+    replaces. pinned: versions that stay as long as the store.
     """
 
     def __init__(
-        self, root: Path, policy: str, *, keep: int = 0, durable: bool = True, pinned: Collection[int] = ()
-    ) -> None:
+        self, root: Path, policy: str, *, keep: int = 0, full_every: int = 50, durable: bool = True,
+        pinned: Collection[int] = (),
+    ) -> None:  # fmt: skip
         if not is_policy_name(policy):
             raise WeightError(
                 "policy", policy, "is not a policy name", "use letters, digits, '_', '.', '-', a letter first"
             )
-        self.policy, self.keep, self.durable, self._pinned = policy, keep, durable, frozenset(pinned)
+        self.policy, self.keep, self.full_every, self.durable = policy, keep, full_every, durable
+        self._pinned = frozenset(pinned)
         self.directory = Path(root).absolute() / policy
         self.num_kept_existing = 0  # publishes that found other content under their version and kept it
         self._thread_lock = threading.Lock()
+        self._known: dict[int, VersionInfo] = {}
 
     @property
     def store_id(self) -> str:
@@ -91,9 +99,13 @@ class FileStore:
         versions = self.versions()
         return WeightVersion(self.policy, versions[-1] if versions else -1, (self.url,) if versions else ())
 
-    def manifest(self, version: int) -> Manifest:
-        """What `version` is made of. Raises WeightError: missing or torn."""
+    def manifest(self, version: int, wait_s: float = 0.0) -> Manifest:
+        """What `version` is made of; waits up to `wait_s` when it would be the newest. Raises WeightError: missing or
+        torn."""
         path = self.directory / str(version) / MANIFEST
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and not path.exists() and version > max(self.versions(), default=-1):
+            time.sleep(0.01)
         try:
             payload = path.read_bytes()
         except OSError as error:
@@ -105,20 +117,46 @@ class FileStore:
         directory = self.directory / str(version)
         return {entry.name: directory / entry.name for entry in self.manifest(version).files}
 
+    def infos(self) -> dict[int, VersionInfo]:
+        """How each visible version can travel, oldest first."""
+        found = {}
+        for version in self.versions():
+            info = self._known.get(version)
+            if info is None:
+                with contextlib.suppress(WeightError):  # torn, or retired meanwhile: it cannot be fetched
+                    info = self.manifest(version).info
+            if info is not None:
+                found[version] = info
+        self._known = found
+        return found
+
     def fetch(self, version: int) -> dict[str, Any]:
         """Verified tensors of `version`: name -> torch tensor, views of a private (copy-on-write) memory map.
 
         Raises: WeightError: missing, truncated or torn.
         """
-        with reading(self.directory, version) as lease:
-            manifest = self.manifest(version)
-            entries = manifest.entries()
-            tensors: dict[str, Any] = {}
-            for part in manifest.parts:
-                lease.extend()
-                buffer = self._map(version, part.name, part.nbytes)
-                tensors.update(view_part(buffer, part, entries))
-        return {entry.name: tensors[entry.name] for entry in manifest.tensors}
+        return bring(self, None, version).tensors
+
+    def reading(self, version: int) -> contextlib.AbstractContextManager[ReaderLease]:
+        """Keep `version`, and what it rests on, while the block runs."""
+        return reading(self.directory, version)
+
+    def read(self, version: int, entry: Part | FileEntry) -> Any:
+        """One part or file, as a private (copy-on-write) memory map; not verified.
+
+        Raises: WeightError: missing. TornPart: of another size.
+        """
+        path = self.directory / str(version) / entry.name
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != entry.nbytes:
+                    raise TornPart(
+                        str(path), f"{size} bytes", f"must have {entry.nbytes}", "the part is cut; fetch it again"
+                    )
+                return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else bytearray()
+        except OSError as error:
+            raise self._missing(version, error) from error
 
     def read_file(self, version: int, entry: FileEntry) -> bytes:
         """One verified config or tokenizer file."""
@@ -131,13 +169,31 @@ class FileStore:
             raise TornPart(f"checksum of {path}", checksum(content), f"must be {entry.xxh3}", "the file is torn")
         return content
 
+    def merged(self, version: int, base: int) -> Delta | None:
+        """One delta from `base` to `version`, its parts lying beside those of `version`; None: no chain leads there.
+
+        It is made when it is first asked for, of the deltas between, without their models.
+        """
+        with self.reading(version) as lease:
+            route = cheapest(self.infos(), base, version)
+            if route is None or not route.hops or route.hops[0].kind == "full":
+                return None
+            deltas = [(hop.version, self.manifest(hop.version).delta) for hop in route.hops]
+            if len(deltas) == 1:
+                return deltas[0][1]
+            lease.extend()
+            parts = [[self.read(at, part) for part in delta.parts] for at, delta in deltas if delta is not None]
+            return merge_into(self.directory / str(version), base, parts)
+
     def publish(
-        self, version: int, tensors: Mapping[str, Any], files: Iterable[Path] = (), *, keep_existing: bool = False
-    ) -> None:
+        self, version: int, tensors: Mapping[str, Any], files: Iterable[Path] = (), *, keep_existing: bool = False,
+        base: Base | None = None,
+    ) -> None:  # fmt: skip
         """Make `version` visible atomically. Publishing an existing version with equal content is a no-op.
 
         Args: keep_existing: when other content is already there (a trainer that repeats a step after a crash), keep
-        that and count it in `num_kept_existing`.
+        that and count it in `num_kept_existing`. base: an earlier version as it was published; the new one then travels
+        as its changes when they are fewer bytes, and whole only when that is due.
         Raises: WeightError: other content under an existing version, a full disk, a dtype that cannot be stored.
         """
         if version < 0:
@@ -147,7 +203,9 @@ class FileStore:
         with self._locked():
             try:
                 self._sweep()
-                self._publish_locked(version, raw, contents, keep_existing)
+                building = Building(self.policy, version, raw, contents, sync=self.durable)
+                if not self._exists(building.content, keep_existing):
+                    self._build(building, tensors, base)
                 self._retire()
             except OSError as error:
                 raise WeightError(
@@ -155,51 +213,54 @@ class FileStore:
                     "free disk space or lower weights.keep; earlier versions are as they were",
                 ) from error  # fmt: skip
 
-    def _publish_locked(
-        self, version: int, raw: Mapping[str, Any], contents: Mapping[str, bytes], keep_existing: bool
-    ) -> None:
-        entries = [entry for entry, _ in raw.values()]
-        planned = plan_parts(entries)
-        if len(planned) > 1:
-            contents = {**contents, "model.safetensors.index.json": index_json(planned)}
-        older = [v for v in self.versions() if v < version]
-        described = Manifest(
-            policy=self.policy, version=version, parent=older[-1] if older else -1, tensors=tuple(entries), parts=(),
-            files=tuple(FileEntry(name, len(data), checksum(data)) for name, data in contents.items()),
-        )  # fmt: skip
-        if version in self.versions() and self._is_whole(version):
-            if not self.manifest(version).same_content(described):
-                if not keep_existing:
-                    raise WeightError(
-                        f"{self.policy} version", version, "already exists with other content",
-                        "publish the next version, or resume from the newest checkpoint",
-                    )  # fmt: skip
-                self.num_kept_existing += 1
-            return
-        building = self._temporary(version)
-        building.mkdir()
+    def _exists(self, content: Manifest, keep_existing: bool) -> bool:
+        version = content.version
+        if version not in self.versions() or not self._is_whole(version):
+            return False
+        if not self.manifest(version).same_content(content):
+            if not keep_existing:
+                raise WeightError(
+                    f"{self.policy} version", version, "already exists with other content",
+                    "publish the next version, or resume from the newest checkpoint",
+                )  # fmt: skip
+            self.num_kept_existing += 1
+        return True
+
+    def _build(self, building: Building, tensors: Mapping[str, Any], base: Base | None) -> None:
+        version, infos = building.content.version, self.infos()
+        older = [v for v in infos if v < version]
+        place = self._temporary(version)
+        place.mkdir()
         try:
-            buffers = {name: view for name, (_, view) in raw.items()}
-            for file in described.files:
-                self._place_file(building, file, contents[file.name], older)
-            parts = tuple(write_part(building, name, group, buffers, sync=self.durable) for name, group in planned)
-            manifest = msgspec.structs.replace(described, parts=parts)
-            write_file(building / MANIFEST, [memoryview(msgspec.json.encode(manifest))], sync=self.durable)
-            if self.durable:
-                sync_directory(building)
-            os.rename(building, self.directory / str(version))
+            delta = None
+            # Between the base and this version nothing may lie: who holds that would have no delta from it.
+            if base is not None and older and base.version == older[-1] and self._holds(base):
+                delta = building.write_delta(place, base, tensors)
+            chain = [] if delta is None else _since_full(infos, delta.base)
+            if delta is None or full_is_due(chain, delta.nbytes, building.nbytes, self.full_every):
+                building.write_full(place)
+            previous = self.directory / str(older[-1]) if older else None
+            building.close(place, previous, older[-1] if older else -1, delta)
+            os.rename(place, self.directory / str(version))
         except BaseException:
-            shutil.rmtree(building, ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
             raise
         if self.durable:
             sync_directory(self.directory)
+
+    def _holds(self, base: Base) -> bool:
+        """Whether the store has exactly this content under its version (after a crash it may have an earlier one)."""
+        known = self.manifest(base.version).entries()
+        return base.checksums == {name: entry.xxh3 for name, entry in known.items()}
 
     def _is_whole(self, version: int) -> bool:
         """False for what a power cut left of `version`; it is then moved out of the way."""
         directory = self.directory / str(version)
         try:
             manifest = self.manifest(version)
-            sizes = [(p.name, p.nbytes) for p in manifest.parts] + [(f.name, f.nbytes) for f in manifest.files]
+            changes = () if manifest.delta is None else manifest.delta.parts
+            sizes = [(part.name, part.nbytes) for part in manifest.parts]
+            sizes += [(file.name, file.nbytes) for file in (*changes, *manifest.files)]
             whole = all((directory / name).stat().st_size == nbytes for name, nbytes in sizes)
         except (WeightError, FileNotFoundError):
             whole = False
@@ -210,24 +271,15 @@ class FileStore:
     def _temporary(self, version: int) -> Path:
         return self.directory / f".tmp-{version}-{uuid.uuid4().hex[:12]}"
 
-    def _place_file(self, building: Path, file: FileEntry, content: bytes, older: list[int]) -> None:
-        """Files hardly ever change, so an equal one of the version before becomes a second name, not a second copy."""
-        if older:
-            previous = self.directory / str(older[-1]) / file.name
-            with contextlib.suppress(OSError):
-                if previous.read_bytes() == content:
-                    os.link(previous, building / file.name)
-                    return
-        write_file(building / file.name, [memoryview(content)], sync=self.durable)
-
     def _retire(self) -> None:
-        versions = self.versions()
-        if not self.keep or len(versions) <= self.keep:
+        infos = self.infos()
+        if not self.keep or len(infos) <= self.keep:
             return
         gone: list[Path] = []
         with contextlib.suppress(BlockingIOError), retiring(self.directory) as read_now:
-            for version in versions[: -self.keep]:
-                if version not in read_now and version not in self._pinned:
+            stay = retained(infos, self.keep, read_now | self._pinned)
+            for version in self.versions():
+                if version not in stay:
                     gone.append(self._temporary(version))
                     os.rename(self.directory / str(version), gone[-1])
         for directory in gone:
@@ -266,17 +318,6 @@ class FileStore:
             finally:
                 os.close(fd)
 
-    def _map(self, version: int, name: str, nbytes: int) -> mmap.mmap | bytearray:
-        path = self.directory / str(version) / name
-        try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != nbytes:
-                    raise TornPart(str(path), f"{size} bytes", f"must have {nbytes}", "the part is cut; fetch it again")
-                return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-        except OSError as error:
-            raise self._missing(version, error) from error
-
     def _missing(self, version: int, error: OSError) -> WeightError:
         versions = self.versions()
         have = f"it has {versions[0]} to {versions[-1]}" if versions else "it has none"
@@ -284,6 +325,17 @@ class FileStore:
             f"{self.policy} version", version, f"is not in {self.directory} ({error.strerror})",
             f"{have}; fetch the newest, or raise weights.keep",
         )  # fmt: skip
+
+
+def _since_full(infos: Mapping[int, VersionInfo], version: int) -> list[VersionInfo]:
+    """The chain that `version` ends, from its full version on; empty: it is broken."""
+    chain: list[VersionInfo] = []
+    while (info := infos.get(version)) is not None:
+        chain.insert(0, info)
+        if info.full_nbytes >= 0:
+            return chain
+        version = info.base
+    return []
 
 
 def _try_lock(fd: int) -> bool:

@@ -13,15 +13,15 @@ import pytest
 from astraflow.errors import WeightError
 from astraflow.testing.weights import make_tensors, same_bits, serving_weights
 from astraflow.types import WeightVersion
-from astraflow.weights import client as client_module
 from astraflow.weights.client import WeightClient
+from astraflow.weights.fetch import http as http_reader
 from astraflow.weights.manifest import MANIFEST
 from astraflow.weights.store import FileStore
 
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightClient]:
-    monkeypatch.setattr(client_module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(http_reader, "_PAUSE_S", 0.0)
     made = WeightClient(timeout_s=5.0, give_up_s=0.3)
     yield made
     made.close()

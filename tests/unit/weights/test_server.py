@@ -20,7 +20,7 @@ from astraflow.errors import LaunchError, Unauthorized
 from astraflow.testing.weights import make_tensors, same_bits, serving_weights
 from astraflow.types import WeightVersion
 from astraflow.weights.client import WeightClient
-from astraflow.weights.leases import leased_versions
+from astraflow.weights.files.leases import leased_versions
 from astraflow.weights.manifest import MANIFEST
 from astraflow.weights.server import ServerProcess, start_server
 from astraflow.weights.store import FileStore
@@ -54,9 +54,13 @@ def served(tmp_path: Path) -> Iterator[tuple[FileStore, str]]:
 
 def test_versions_are_listed(served: tuple[FileStore, str], pool: urllib3.PoolManager) -> None:
     _, url = served
-    assert pool.request("GET", url).json() == {"policy": "actor", "latest": 2, "versions": [0, 2]}
+    listing = pool.request("GET", url).json()
+    assert (listing["policy"], listing["latest"], listing["versions"]) == ("actor", 2, [0, 2])
+    assert [(info["version"], info["full_nbytes"] > 0, info["base"]) for info in listing["infos"]] == [
+        (0, True, -1), (2, True, -1)
+    ]  # fmt: skip
     other = url.replace("actor", "critic")
-    assert pool.request("GET", other).json() == {"policy": "critic", "latest": -1, "versions": []}
+    assert pool.request("GET", other).json() == {"policy": "critic", "latest": -1, "versions": [], "infos": []}
 
 
 def test_the_manifest_and_parts_are_the_files(served: tuple[FileStore, str], pool: urllib3.PoolManager) -> None:
@@ -137,7 +141,7 @@ def test_a_pickle_is_refused(served: tuple[FileStore, str], pool: urllib3.PoolMa
     body = pickle.dumps(Evil())
     for path in ("", "/0/manifest.json", "/3/model.safetensors"):
         for method in ("POST", "PUT", "DELETE"):
-            assert pool.request(method, served[1] + path, body=body).status in (404, 405)
+            assert pool.request(method, served[1] + path, body=body).status in (404, 405, 426)
     assert not witness.exists()
     assert served[0].versions() == [0, 2]
 

@@ -18,15 +18,15 @@ from safetensors.torch import load_file
 
 from astraflow.errors import WeightError
 from astraflow.testing.weights import make_tensors, same_bits
-from astraflow.weights import layout
-from astraflow.weights.leases import ReaderLease, leased_versions, reading
+from astraflow.weights.files import layout
+from astraflow.weights.files.leases import ReaderLease, leased_versions, reading
 from astraflow.weights.manifest import DTYPES, MANIFEST
 from astraflow.weights.store import FileStore
 
 PUBLISH = """
 import sys, torch
 from pathlib import Path
-from astraflow.weights import layout, store as module
+from astraflow.weights.files import build as module
 from astraflow.weights.store import FileStore
 
 store = FileStore(Path(sys.argv[1]), "actor")

@@ -19,7 +19,7 @@ import xxhash
 
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import WireError
-from astraflow.weights.layout import write_part
+from astraflow.weights.files.layout import write_part
 from astraflow.weights.manifest import MANIFEST, Manifest, TensorEntry
 from astraflow.wire.messages import Resume
 

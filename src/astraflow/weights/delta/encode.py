@@ -14,7 +14,7 @@ from astraflow.weights.delta.order import ELEMENTS, Element, Ints, dtype_code, f
 from astraflow.weights.delta.planes import entropy_bits
 from astraflow.weights.delta.reader import Run, Stretch
 from astraflow.weights.delta.writer import Described, PartWriter
-from astraflow.weights.layout import PART_BYTES
+from astraflow.weights.files.layout import PART_BYTES
 
 if TYPE_CHECKING:
     import torch

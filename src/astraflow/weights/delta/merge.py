@@ -12,7 +12,7 @@ from astraflow.weights.delta.faults import DamagedDelta, WrongBase
 from astraflow.weights.delta.order import Ints, add
 from astraflow.weights.delta.reader import DeltaReader, Run, Stretch
 from astraflow.weights.delta.writer import Described, PartWriter
-from astraflow.weights.layout import PART_BYTES
+from astraflow.weights.files.layout import PART_BYTES
 
 
 def merge(deltas: Sequence[Sequence[Any]], *, part_bytes: int = PART_BYTES) -> Iterator[bytes]:

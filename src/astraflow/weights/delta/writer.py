@@ -11,7 +11,7 @@ from astraflow.weights.delta.format import Group, Header, Segment, join_part
 from astraflow.weights.delta.order import ELEMENTS, Ints, zigzag
 from astraflow.weights.delta.planes import pack, width_for
 from astraflow.weights.delta.reader import Run, Stretch
-from astraflow.weights.layout import PART_BYTES
+from astraflow.weights.files.layout import PART_BYTES
 
 BLOCK = 1 << 17
 """Elements of a block: zstd builds its tables per 128 KB anyway, and a decoded block stays in the cache."""

@@ -17,7 +17,7 @@ from astraflow.weights.delta.faults import DamagedDelta
 from astraflow.weights.delta.order import ELEMENTS, add
 from astraflow.weights.delta.reader import DeltaReader, Run, Stretch
 from astraflow.weights.delta.writer import BLOCK, Described, PartWriter
-from astraflow.weights.layout import PART_BYTES
+from astraflow.weights.files.layout import PART_BYTES
 
 
 def runs_of(delta: DeltaReader, name: str) -> tuple[list[int], list[int]]:

@@ -1,0 +1,86 @@
+"""A weight store over HTTP: the trainer's, a relay's, or a foreign one of the same paths."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from astraflow.errors import Unreachable, WeightError, WireError
+from astraflow.weights.app import Listing
+from astraflow.weights.fetch.route import TRIES, Lease
+from astraflow.weights.manifest import MANIFEST, Delta, FileEntry, Manifest, Part, read_manifest
+from astraflow.weights.plan import VersionInfo
+from astraflow.wire.client import HttpClient
+
+_PAUSE_S = 0.2
+
+
+class _ServersLease:
+    """The server gives a lease with the manifest, and extends it while parts are read."""
+
+    def extend(self) -> None: ...
+
+
+class HttpReader:
+    """`path`: of the policy below the server's root. `closed`: ends waits. `on_retry`: a cut download goes on."""
+
+    def __init__(
+        self, client: HttpClient, path: str, policy: str, closed: threading.Event, on_retry: Callable[[], None]
+    ) -> None:
+        self._client, self._path, self._policy = client, path, policy
+        self._closed, self._on_retry = closed, on_retry
+
+    def infos(self) -> dict[int, VersionInfo]:
+        """What can be fetched."""
+        _, payload, _ = self._client.get_bytes("GET", self._path)
+        listing = msgspec.json.decode(payload, type=Listing)
+        return {info.version: info for info in listing.infos}
+
+    def manifest(self, version: int, wait_s: float = 0.0) -> Manifest:
+        """Waits up to `wait_s` for a version that is newer than all that the store has."""
+        path = f"{self._path}/{version}/{MANIFEST}"
+        asked = f"{path}?wait_s={wait_s:g}" if wait_s else path
+        _, payload, _ = self._client.get_bytes("GET", asked, wait_s=wait_s)
+        return read_manifest(payload, self._policy, version, f"{self._client.base_url}{path}")
+
+    def read(self, version: int, entry: Part | FileEntry) -> Any:
+        """All bytes of a part in one buffer, going on where a cut download ended."""
+        path = f"{self._path}/{version}/{entry.name}"
+        target = np.empty(entry.nbytes, np.uint8).data  # not zeroed: saves a pass over all bytes
+        filled, tries = 0, 0
+        while filled < entry.nbytes:
+            before = filled
+            try:
+                filled = self._client.download(path, target, filled)
+            except Unreachable:
+                if tries + 1 >= TRIES:
+                    raise
+            if filled < entry.nbytes:
+                self._on_retry()
+                tries = 0 if filled > before else tries + 1
+                if tries >= TRIES:
+                    raise WeightError(
+                        f"part {entry.name}", f"{filled} bytes", f"must have {entry.nbytes} and no more came",
+                        "check the connection and the disk of the store",
+                    )  # fmt: skip
+                self._closed.wait(_PAUSE_S * tries)
+        return target
+
+    def merged(self, version: int, base: int) -> Delta | None:
+        """One delta from `base` to `version`; None: a store that does not merge."""
+        try:
+            _, payload, _ = self._client.get_bytes("GET", f"{self._path}/{version}/delta?base={base}")
+        except WireError as error:
+            if error.status == 404:
+                return None
+            raise
+        return msgspec.json.decode(payload, type=Delta)
+
+    def reading(self, version: int) -> contextlib.AbstractContextManager[Lease]:
+        """The server keeps what it has just described."""
+        return contextlib.nullcontext(_ServersLease())

@@ -1,0 +1,196 @@
+"""From what a reader holds to the version it wants: the cheapest route through one store, verified at each hop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+
+from astraflow.errors import WeightError
+from astraflow.weights.delta.faults import DamagedDelta, DeltaMismatch, WrongBase
+from astraflow.weights.manifest import Delta, FileEntry, Manifest, Part, TornPart
+from astraflow.weights.plan import Hop, Route, VersionInfo, cheapest
+from astraflow.weights.tensors import checksum, view_part
+
+if TYPE_CHECKING:
+    import torch
+
+R = TypeVar("R")
+log = logging.getLogger(__name__)
+TRIES = 4
+
+
+class Lease(Protocol):
+    """Keeps a version from being deleted while it is read."""
+
+    def extend(self) -> None:
+        """Still reading; cheap to call often."""
+
+
+class Reader(Protocol):
+    """The versions of one policy in one store."""
+
+    def infos(self) -> Mapping[int, VersionInfo]:
+        """What can be fetched."""
+
+    def manifest(self, version: int, wait_s: float = 0.0) -> Manifest:
+        """Waits up to `wait_s` for a version that is newer than all that the store has.
+
+        Raises: WeightError: there is no such version. TornPart: it is damaged.
+        """
+
+    def read(self, version: int, entry: Part | FileEntry) -> Any:
+        """The bytes of one part or file in a writable buffer that is the caller's own; not verified.
+
+        Raises: WeightError: they are not there. TornPart: fewer bytes came.
+        """
+
+    def merged(self, version: int, base: int) -> Delta | None:
+        """One delta from `base` to `version`, read like other parts of `version`; None: this store merges none."""
+
+    def reading(self, version: int) -> contextlib.AbstractContextManager[Lease]:
+        """Keep `version`, and what it rests on, while the block runs."""
+
+
+@dataclass
+class Held:
+    """A version in host memory. The tensors are changed in place by the next delta."""
+
+    manifest: Manifest
+    tensors: dict[str, torch.Tensor]  # by Hugging Face name, in the order of the manifest
+
+    @property
+    def version(self) -> int:
+        """The version they are."""
+        return self.manifest.version
+
+
+class Counts(msgspec.Struct):
+    """What came through a store; only grows."""
+
+    nbytes: int = 0
+    deltas: int = 0
+    refused_deltas: int = 0  # they did not lead to the content that the manifest says: fetched in full instead
+    torn_parts: int = 0  # read again
+
+
+class _Trip:
+    """One way through one store."""
+
+    def __init__(self, reader: Reader, counts: Counts) -> None:
+        self._reader, self._counts = reader, counts
+
+    def bring(self, held: Held | None, wanted: int, wait_s: float) -> Held:
+        with self._reader.reading(wanted) as lease:
+            manifest = self._retry(lambda: self._reader.manifest(wanted, wait_s))
+            if held is not None:
+                try:
+                    return self._follow(self._route(held.version, manifest), held, manifest, lease)
+                except (DamagedDelta, DeltaMismatch, WrongBase) as error:
+                    self._counts.refused_deltas += 1
+                    log.warning("fetched in full: %s", error)
+            return self._follow(self._route(-1, manifest), None, manifest, lease)
+
+    def _route(self, held: int, wanted: Manifest) -> Route:
+        """The wanted version alone often says the way: its delta is from what is held, or it is whole."""
+        version, info = wanted.version, wanted.info
+        if held == version or info.base == held >= 0 or (held < 0 and info.full_nbytes >= 0):
+            route = cheapest({version: info}, held, version)
+        else:
+            infos = self._reader.infos()
+            route = cheapest(infos, held, version)
+        if route is None:
+            has = ", ".join(f"{v} {'full' if infos[v].full_nbytes >= 0 else 'delta'}" for v in sorted(infos))
+            raise WeightError(
+                "version", version, f"cannot be reached from what the store has ({has})",
+                "fetch the newest version, or raise weights.keep",
+            )  # fmt: skip
+        return route
+
+    def _follow(self, route: Route, held: Held | None, wanted: Manifest, lease: Lease) -> Held:
+        for hop, delta in self._merged(route.hops, wanted.version):
+            lease.extend()
+            manifest = wanted
+            if hop.version != wanted.version:
+                manifest = self._retry(lambda v=hop.version: self._reader.manifest(v))  # type: ignore[misc]
+            if hop.kind == "full":
+                held = self._whole(manifest, lease)
+                continue
+            delta = delta or manifest.delta
+            if held is None or delta is None or delta.base != held.version:
+                raise WrongBase(
+                    f"delta of version {hop.version}", delta and delta.base, "is not from the version that is held",
+                    "fetch it in full",
+                )  # fmt: skip
+            self._change(held, manifest, delta, lease)
+        if held is None:
+            raise WeightError("route", wanted.version, "has no hops", "fetch the newest version")
+        return held
+
+    def _merged(self, hops: tuple[Hop, ...], wanted: int) -> Iterator[tuple[Hop, Delta | None]]:
+        """Full hops as they are; a chain of deltas as one, when the store merges them."""
+        chain = [hop for hop in hops if hop.kind == "delta"]  # always the end of a route
+        yield from ((hop, None) for hop in hops if hop.kind == "full")
+        if len(chain) > 1 and (delta := self._reader.merged(wanted, chain[0].base)) is not None:
+            yield Hop(wanted, "delta", chain[0].base), delta
+        else:
+            yield from ((hop, None) for hop in chain)
+
+    def _whole(self, manifest: Manifest, lease: Lease) -> Held:
+        entries = manifest.entries()
+        tensors: dict[str, torch.Tensor] = {}
+        for part in manifest.parts:
+            lease.extend()
+            tensors.update(self._retry(lambda p=part: view_part(self._read(manifest, p), p, entries)))  # type: ignore[misc]
+        return Held(manifest, {entry.name: tensors[entry.name] for entry in manifest.tensors})
+
+    def _change(self, held: Held, manifest: Manifest, delta: Delta, lease: Lease) -> None:
+        from astraflow.weights.delta.apply import apply
+
+        buffers = []
+        for part in delta.parts:
+            lease.extend()
+            buffers.append(self._retry(lambda p=part: verified(self._read(manifest, p), p)))  # type: ignore[misc]
+        apply(held.tensors, buffers, held.manifest, manifest)
+        held.manifest = manifest
+        self._counts.deltas += 1
+
+    def _read(self, manifest: Manifest, entry: Part | FileEntry) -> Any:
+        buffer = self._reader.read(manifest.version, entry)
+        self._counts.nbytes += entry.nbytes
+        return buffer
+
+    def _retry(self, action: Callable[[], R]) -> R:
+        return retry(action, self._counts)
+
+
+def bring(reader: Reader, held: Held | None, wanted: int, *, wait_s: float = 0.0, counts: Counts | None = None) -> Held:
+    """Version `wanted` out of `held` (changed in place; None: nothing is held) and what `reader` has.
+
+    Raises: WeightError: the store has no route to it, or its bytes are not those that were published. `held` is then
+    as before, or one of the versions on the way, as its manifest says.
+    """
+    return _Trip(reader, counts or Counts()).bring(held, wanted, wait_s)
+
+
+def retry(action: Callable[[], R], counts: Counts | None = None) -> R:
+    """Bytes that do not match their checksum are read again: most often a proxy or a bad link tore them."""
+    for _ in range(TRIES - 1):
+        try:
+            return action()
+        except TornPart as error:
+            if counts is not None:
+                counts.torn_parts += 1
+            log.warning("read again: %s", error)
+    return action()
+
+
+def verified(buffer: Any, entry: FileEntry) -> Any:
+    """`buffer`, if its checksum is that of `entry`. Raises: TornPart."""
+    if (got := checksum(buffer)) != entry.xxh3:
+        raise TornPart(f"checksum of {entry.name}", got, f"must be {entry.xxh3}", "fetch it again")
+    return buffer
