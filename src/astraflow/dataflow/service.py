@@ -251,7 +251,7 @@ class _Endpoints:
         if run_id != self._shell.run_id:
             raise HttpError(
                 409, f"run_id={run_id} is not this run ({self._shell.run_id}); start the process for this run again",
-                "DataflowError",
+                "DataflowError", reason="other_run",
             )  # fmt: skip
 
 

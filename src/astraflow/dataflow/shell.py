@@ -56,6 +56,11 @@ _EVENTS_KEPT = 1000  # per listener; a slow one misses events, nobody waits for 
 _AWAY_S = 1  # a service that is started again is not back earlier
 
 
+def answer_of(refusal: c.Refusal) -> HttpError:
+    """What whoever sent the command is told."""
+    return HttpError(refusal.status, str(refusal), refusal.kind, reason=refusal.reason)
+
+
 def away() -> HttpError:
     """The answer to whoever asks a service that stops: an empty one would be asked again at once, of a closed port."""
     return HttpError(
@@ -267,7 +272,7 @@ class Shell:
             try:
                 applied = self.machine.apply(command, now)
             except c.Refusal as refusal:
-                _fail([(command, future)], HttpError(refusal.status, str(refusal), refusal.kind))
+                _fail([(command, future)], answer_of(refusal))
                 continue
             except (Exception, SystemExit) as error:
                 self._leave_out(seq, command, future, error)

@@ -34,7 +34,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("astraflow_groups_trained_total", "counter", "groups", "groups of acknowledged steps", ("policy",)),
     Metric("astraflow_groups_dropped_total", "counter", "groups", "groups dropped, by reason", ("policy", "reason")),
     Metric("astraflow_accounting_imbalance", "gauge", "groups", "what the accounting law misses: 0", ("policy",)),
-    Metric("astraflow_refused_total", "counter", "requests", "malformed requests, by what was wrong", ("reason",)),
+    Metric("astraflow_refused_total", "counter", "requests", "malformed or unknown names, by reason", ("reason",)),
     Metric("astraflow_void_commands_total", "counter", "commands", "raised while they were applied", ("kind",)),
     Metric("astraflow_groups_replayed_total", "counter", "groups", "groups trained again, each time", ("policy",)),
     Metric("astraflow_groups_stored", "gauge", "groups", "trained groups that may be trained again", ("policy",)),

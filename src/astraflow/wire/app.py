@@ -42,10 +42,13 @@ _JSON = "application/json"
 
 
 class HttpError(AstraFlowError):
-    """Answer with this status and sentence. `pause_s`: how long to wait before the request is sent again; 0: unsaid."""
+    """Answer with this status and sentence. `pause_s`: how long to wait before the request is sent again; 0: unsaid.
+    `reason`: a word to count it by."""
 
-    def __init__(self, status: int, message: str, kind: str = "WireError", *, pause_s: int = 0) -> None:
-        self.status, self.kind, self.pause_s = status, kind, pause_s
+    def __init__(
+        self, status: int, message: str, kind: str = "WireError", *, pause_s: int = 0, reason: str = ""
+    ) -> None:
+        self.status, self.kind, self.pause_s, self.reason = status, kind, pause_s, reason
         super().__init__(message)
 
 

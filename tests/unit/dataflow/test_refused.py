@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,16 @@ import pytest
 import urllib3
 from msgspec.structs import replace
 
-from astraflow.errors import WireError
+from astraflow.errors import JournalError, WireError
 from astraflow.testing.dataflow import episode, small_config, trajectory
+from astraflow.wire import messages as m
 from astraflow.wire.messages import PROTOCOL_HEADER
 
 Serve = Callable[..., Any]
+ACK = m.Ack(trainer_id="t", version=7)
 
 
-def refused(status: int, call: Callable[[], Any], problem: str) -> None:
+def refused(status: int, call: Callable[[], Any], problem: str | None = None) -> None:
     with pytest.raises(WireError, match=problem) as caught:
         call()
     assert caught.value.status == status
@@ -74,3 +77,33 @@ def test_json_of_another_type_and_requests_without_the_protocol_are_refused_and_
     assert client.status()["refused"] == {"content_type": 1, "protocol": 2}
     for path in ("/status", "/metrics", "/run"):  # people and Prometheus ask without it
         assert urllib3.request("GET", service.url + path).status == 200
+
+
+def test_what_the_run_does_not_have_and_a_full_disk_are_counted_by_reason(serve: Serve) -> None:
+    service = serve(small_config(consumers={"log": {}}))
+    client, short = service.start(), service.client(give_up_s=0.0)
+    resume = m.Resume(trainer_id="x", version=0, urls=(), run_id="other")
+    calls: list[tuple[str, int, Callable[[], Any]]] = [
+        ("unknown_stage", 404, lambda: client.stage_lease("none", "w", 1)),
+        ("unknown_policy", 404, lambda: client.batch("critic", "t", 0)),
+        ("unknown_consumer", 404, lambda: client.consume("none", "actor")),
+        ("unknown_node", 404, lambda: client.lease("stranger", 1)),
+        ("unknown_policy", 404, lambda: client.consume("log", "critic")),
+        ("unknown_batch", 404, lambda: client._http.json("POST", "/policies/actor/batches/actor/7/ack", ACK, m.Ok)),
+        ("other_run", 409, lambda: client.resume("actor", resume)),
+        ("no_room", 507, lambda: short.join(m.Join(node_id="x", name="x", capacity=1, run_id=client.run().run_id))),
+    ]
+    append = service.shell.journal.append
+
+    def full(entries: Any) -> None:
+        raise JournalError("journal", "x", "cannot be written", "make room")
+
+    expected: Counter[str] = Counter()
+    for reason, status, call in calls:
+        service.shell.journal.append = full if reason == "no_room" else append
+        refused(status, call)
+        expected[reason] += 1
+        assert client.status()["refused"] == expected, reason
+    service.shell.journal.append = append
+    refused(409, lambda: client.checkpoint("actor", "t", 4), "newer than the acknowledged version")
+    assert client.status()["refused"] == expected, "what the state of the run is against is no fault"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from astraflow.dataflow.machine.commands import DropDamaged, Refusal
-from astraflow.dataflow.shell import Shell, away
+from astraflow.dataflow.shell import Shell, answer_of, away
 from astraflow.dataflow.storage.segments import DamagedRows
 from astraflow.wire.app import HttpError
 
@@ -20,7 +20,7 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except Refusal as refusal:
-        raise HttpError(refusal.status, str(refusal), refusal.kind) from refusal
+        raise answer_of(refusal) from refusal
 
 
 def deadline_in(wait_s: float) -> float:

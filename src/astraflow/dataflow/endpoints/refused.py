@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from astraflow.errors import SchemaError
+from astraflow.errors import JournalError, SchemaError
 from astraflow.wire.app import HttpError
 from astraflow.wire.codec import TRAJECTORY_SCHEMA
 
@@ -46,5 +46,7 @@ def reason_of(error: Exception) -> str | None:
         case SchemaError():
             return _BY_THING.get(error.thing, "header" if "header" in error.thing else "malformed")
         case HttpError():
-            return _BY_STATUS.get(error.status)
+            return error.reason or _BY_STATUS.get(error.status)
+        case JournalError():
+            return "no_room"
     return None

@@ -219,8 +219,9 @@ class BatchGrant(msgspec.Struct, frozen=True):
 
 
 class Refusal(AstraFlowError):
-    """The machine refuses a command; its state is unchanged. `status` is the HTTP status to answer with."""
+    """The machine refuses a command; its state is unchanged. `status` is the HTTP status to answer with, `reason` a
+    word to count it by; "": the state of the run was against it, which is nobody's fault."""
 
-    def __init__(self, status: int, message: str, kind: str = "DataflowError") -> None:
-        self.status, self.kind = status, kind
+    def __init__(self, status: int, message: str, kind: str = "DataflowError", *, reason: str = "") -> None:
+        self.status, self.kind, self.reason = status, kind, reason
         super().__init__(message)

@@ -70,7 +70,7 @@ class Leases:
         """The node, or 404."""
         node = self._context.state.nodes.get(node_id)
         if node is None:
-            raise Refusal(404, f"node_id={node_id} is not in the pool; join again")
+            raise Refusal(404, f"node_id={node_id} is not in the pool; join again", reason="unknown_node")
         return node
 
     def unwanted(self, node_id: str, playing: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:

@@ -85,10 +85,14 @@ class Queues:
         """The batch was trained and `version` is published."""
         policy = self.current(name, trainer_id)
         if acked_id != batch_id(name, version) or version > policy.latest + 1 or version < 1:
-            raise Refusal(404, f"batch={acked_id} is not known; acknowledge '{name}/<step>' with version=<step>")
+            raise Refusal(
+                404,
+                f"batch={acked_id} is not known; acknowledge '{name}/<step>' with version=<step>",
+                reason="unknown_batch",
+            )
         if version == policy.latest + 1:
             if version not in policy.batches:
-                raise Refusal(404, f"batch={acked_id} was never handed out; ask for it first")
+                raise Refusal(404, f"batch={acked_id} was never handed out; ask for it first", reason="unknown_batch")
             self._train(name, policy, version, metrics)
         policy.version = max(policy.version, version)
 
@@ -152,7 +156,9 @@ class Queues:
     def _policy(self, name: str) -> PolicyState:
         policies = self._context.state.policies
         if name not in policies:
-            raise Refusal(404, f"policy={name} is not a policy of this run; known: {', '.join(policies)}")
+            raise Refusal(
+                404, f"policy={name} is not a policy of this run; known: {', '.join(policies)}", reason="unknown_policy"
+            )
         return policies[name]
 
     def _check_next(self, name: str, policy: PolicyState, version: int) -> None:

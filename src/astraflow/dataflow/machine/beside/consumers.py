@@ -71,10 +71,16 @@ class Consumers:
         """A consumer and the log of one of its policies, or 404."""
         if name not in self.sections:
             known = ", ".join(self.sections) or "none"
-            raise Refusal(404, f"consumer={name} is not a consumer of this run; known: {known}")
+            raise Refusal(
+                404, f"consumer={name} is not a consumer of this run; known: {known}", reason="unknown_consumer"
+            )
         if policy not in self.policies[name]:
             known = ", ".join(self.policies[name])
-            raise Refusal(404, f"consumers.{name}.policy={policy} is not one of its policies; known: {known}")
+            raise Refusal(
+                404,
+                f"consumers.{name}.policy={policy} is not one of its policies; known: {known}",
+                reason="unknown_policy",
+            )
         return self._context.state.consumers[name], self._context.state.logs[policy]
 
     def behind(self, name: str, policy: str) -> int:

@@ -124,7 +124,7 @@ class Stages:
         """The plan of a stage, or 404."""
         if stage not in self.plans:
             known = ", ".join(self.plans) or "none"
-            raise Refusal(404, f"stage={stage} is not a stage of this run; known: {known}")
+            raise Refusal(404, f"stage={stage} is not a stage of this run; known: {known}", reason="unknown_stage")
         return self.plans[stage]
 
     def held(self, stage: str, worker_id: str, entry_id: str, attempt: int) -> StagedEntry | None:
