@@ -9,7 +9,7 @@ from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.records import EpisodeCommit
 from astraflow.dataflow.views.life import moments_of
 from astraflow.dataflow.views.status import status
-from astraflow.testing.dataflow import Desk, check_law, small_config
+from astraflow.testing.dataflow import Desk, check_law, policy_section, small_config
 
 
 @pytest.fixture
@@ -241,3 +241,14 @@ def test_a_node_can_have_one_version_more_while_a_step_is_trained(desk: Desk) ->
     assert desk.machine.leases.newest() == {"actor": 1}  # published before it is acknowledged
     desk.ack(1)
     assert desk.machine.leases.newest() == {"actor": 1}
+
+
+def test_errors_are_counted_by_at_most_64_kinds_and_other_ones() -> None:
+    desk = Desk(small_config(policies={"actor": policy_section(groups=100, max_staleness=1)}))
+    desk.start("n")
+    for number in range(80):
+        desk.commit(desk.lease(1), error=f"kind{number}: it went wrong")
+    desk.commit(desk.lease(1), error="kind3: it went wrong again")
+    state = desk.machine.state
+    assert state.errors == {f"kind{i}": 1 + (i == 3) for i in range(64)} | {"other": 16}
+    assert state.first_errors["other"] == "kind64: it went wrong" and len(state.first_errors) == 65

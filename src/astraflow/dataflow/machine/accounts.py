@@ -18,7 +18,7 @@ RECENT_GROUPS = 4096
 UNSCORED = "unscored"  # reason of a group that had no reward, or failures of several kinds; of an episode without one
 LEFT_OUT = "left_out"  # reason of a scored episode that an operator took out of its group
 _MESSAGE_CHARS = 300
-_MOST_REASONS = 64  # of drops, per policy: operators of users name their own
+_MOST_REASONS = 64  # of drops, per policy, and of errors: operators and workflows of users name their own
 _ADVICE = {
     "zero_variance": "make rewards differ within a group: easier or more varied tasks, a warm start, a higher "
     "sampling.temperature, a larger workflow.group_size; or keep equal groups with operators = ['keep_all']",
@@ -84,6 +84,8 @@ def of_sources(context: Context) -> dict[str, float]:
 def count_error(context: Context, error: str) -> None:
     """One more failed episode; the first message of each kind is kept, so that somebody can mend the cause."""
     kind, state = error_kind(error), context.state
+    if kind not in state.errors and len(state.errors) >= _MOST_REASONS:
+        kind = "other"
     state.errors[kind] = state.errors.get(kind, 0) + 1
     if kind not in state.first_errors:
         text = error.removeprefix(f"{kind}:").strip()
