@@ -72,30 +72,37 @@ def lines_of(reply: dict[str, Any], indent: str = "") -> list[str]:
 
 def trace(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run, such as runs/quickstart.")],
-    task: Annotated[str, typer.Argument(help="SOURCE/EPOCH/ROW, such as train/0/17; as in `group_id`.")],
-    as_json: Annotated[bool, typer.Option("--json", help="The moments as JSON.")] = False,
+    task: Annotated[
+        str, typer.Argument(help="SOURCE/EPOCH/ROW, such as train/0/17; as in `group_id`. Left out: all tasks.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
 ) -> None:
-    """The life of one task: admitted, played, judged, queued, trained or dropped, with run times."""
+    """The life of one task: admitted, played, judged, queued, trained or dropped, with run times; or where all are."""
     import json
 
     import msgspec
 
-    from astraflow.dataflow.journal.history import read_life
-    from astraflow.dataflow.views.life import life_lines
+    from astraflow.dataflow.journal.history import read_life, read_lives
+    from astraflow.dataflow.views.life import life_lines, where_now
     from astraflow.launch.rundir import RunDirectory
 
     directory = RunDirectory(run_dir)
     directory.config()
+    if not task:
+        now = {name: where_now(moments) for name, moments in read_lives(directory.journal / "history").items()}
+        lines = [json.dumps(now, indent=2)] if as_json else [f"{name}  {where}" for name, where in now.items()]
+        typer.echo("\n".join(lines))
+        return
     life = read_life(directory.journal / "history", task)
     if as_json:
         typer.echo(json.dumps([msgspec.structs.asdict(moment) for moment in life.moments], indent=2))
     elif life.moments:
         typer.echo("\n".join([f"task {task}", *life_lines(life)]))
     if not life.moments:
-        rule = "was not admitted by this run"
+        rule = "was not looked at by this run"
         if life.begins_s:
-            rule = f"is older than the history kept, which begins at {life.begins_s:.3f} s, or was not admitted"
-        raise LaunchError("task", task, rule, "name it as SOURCE/EPOCH/ROW; metrics.jsonl has all steps")
+            rule = f"is older than the history kept, which begins at {life.begins_s:.3f} s, or was not looked at"
+        raise LaunchError("task", task, rule, f"name it as SOURCE/EPOCH/ROW; `astraflow trace {run_dir}` lists them")
 
 
 def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run, such as runs/quickstart.")]) -> None:

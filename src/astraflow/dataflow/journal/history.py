@@ -128,6 +128,15 @@ def read_life(directory: Path, task: str) -> Life:
     return Life(moments, begins_s)
 
 
+def read_lives(directory: Path) -> dict[str, list[Moment]]:
+    """Everything kept of every task, in the order of their first moments."""
+    lives: dict[str, list[Moment]] = {}
+    for number in _numbers(directory):
+        for moment in _lines(directory, number, b""):
+            lives.setdefault(moment.task, []).append(moment)
+    return lives
+
+
 def _lines(directory: Path, number: int, needle: bytes) -> Iterator[Moment]:
     try:
         content = _path(directory, number).read_bytes()

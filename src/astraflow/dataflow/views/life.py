@@ -2,6 +2,7 @@
 
 | moment    | fields                                                                          |
 |-----------|---------------------------------------------------------------------------------|
+| skipped   | operator (of its source; never admitted)                                        |
 | admitted  | policies, purpose                                                               |
 | leased    | episode, attempt, node                                                          |
 | lost      | episode, attempt, node, why (given back, silent, training is over)              |
@@ -111,7 +112,7 @@ def life_lines(life: Life) -> list[str]:
         if text not in seen:  # a request that was repeated changes nothing
             seen.add(text)
             lines.append(f"{moment.now:12.3f} s  {text}")
-    lines.append(_where(life.moments))
+    lines.append(where_now(life.moments))
     return lines
 
 
@@ -128,7 +129,10 @@ def _value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "none" if value is None else str(value)
 
 
-def _where(moments: list[Moment]) -> str:
+def where_now(moments: list[Moment]) -> str:
+    """Where the task with this life is."""
+    if moments[-1].what == "skipped":
+        return f"skipped by {moments[-1].fields['operator']}, never admitted"
     admitted = next((m for m in moments if m.what == "admitted"), None)
     ends = {m.fields["policy"]: m for m in moments if m.what in _ENDS}
     policies = admitted.fields["policies"] if admitted is not None else list(ends)

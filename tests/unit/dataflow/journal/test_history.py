@@ -13,12 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from astraflow.cli.app import app
+from astraflow.contracts import Operator
 from astraflow.dataflow.journal import history as module
-from astraflow.dataflow.journal.history import History, Life, read_life
+from astraflow.dataflow.journal.history import History, Life, read_life, read_lives
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.shell import Shell
-from astraflow.dataflow.views.life import life_lines
+from astraflow.dataflow.views.life import life_lines, where_now
 from astraflow.testing.dataflow import small_config, sources
+from astraflow.types import SourceView, Task
 from astraflow.wire import messages as m
 
 CONFIG = small_config(
@@ -141,6 +143,30 @@ def commit_of(shell: Shell, leases: list[Any], rewards: list[float]) -> c.Commit
     return c.CommitEpisodes("n", put, episodes)
 
 
+async def test_a_skipped_task_is_told_by_its_operator(tmp_path: Path) -> None:
+    config = small_config(sources__train={"type": "sums", "operators": [{"type": f"{__name__}:OddRows"}]})
+    shell = Shell(config, tmp_path, sources())
+    resume = m.Resume(trainer_id="t", version=0, urls=(), run_id=shell.run_id)
+    await shell.submit(c.ResumePolicy("actor", resume))
+    await shell.submit(c.JoinNode(m.Join(node_id="n", name="n", capacity=8, run_id=shell.run_id)))
+    await shell.submit(c.LeaseEpisodes("n", "r", 8))
+    shell.close()
+    lives = read_lives(tmp_path / "dataflow" / "history")
+    assert lives and {whats(Life(moments, 0.0))[0] for moments in lives.values()} == {"skipped", "admitted"}
+    for task, moments in lives.items():
+        odd = int(task.rpartition("/")[2]) % 2
+        assert where_now(moments).startswith("in flight" if odd else f"skipped by {__name__}:OddRows, never admitted")
+
+
+class OddRows(Operator):
+    """Admits odd rows only."""
+
+    place = "source"
+
+    def admit(self, task: Task, view: SourceView) -> float:
+        return float(task.row % 2)
+
+
 def test_the_verb_prints_a_life_or_says_why_it_cannot(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     tasks = asyncio.run(_live(run_dir, tmp_path / "killed"))
@@ -151,7 +177,14 @@ def test_the_verb_prints_a_life_or_says_why_it_cannot(tmp_path: Path) -> None:
     moments = json.loads(runner.invoke(app, ["trace", str(run_dir), tasks[1], "--json"]).stdout)
     assert moments[0]["what"] == "admitted" and moments[0]["fields"]["policies"] == ["actor"]
     unknown = runner.invoke(app, ["trace", str(run_dir), "train/9/9"])
-    assert "was not admitted by this run" in str(unknown.exception)
+    assert "was not looked at by this run" in str(unknown.exception)
+    every = runner.invoke(app, ["trace", str(run_dir)]).stdout.splitlines()
+    assert [line.split("  ")[0] for line in every] == tasks
+    assert every[2] == f"{tasks[2]}  dropped for actor: zero_variance"
+    assert (
+        json.loads(runner.invoke(app, ["trace", str(run_dir), "--json"]).stdout)[tasks[0]]
+        == "trained by actor in step 1"
+    )
     History(run_dir / "dataflow" / "history", 0).close()
     (run_dir / "dataflow" / "history" / "000001.jsonl").rename(run_dir / "dataflow" / "history" / "000002.jsonl")
     with (run_dir / "dataflow" / "history" / "000002.jsonl").open("w") as file:

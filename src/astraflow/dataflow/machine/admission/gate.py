@@ -26,7 +26,7 @@ from collections.abc import Callable
 from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine.admission import mix
 from astraflow.dataflow.machine.admission.rows import Rows, open_group
-from astraflow.dataflow.machine.commands import Wake
+from astraflow.dataflow.machine.commands import Happened, Wake
 from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.records import Failed, OpenGroup, SourceState
 from astraflow.dataflow.machine.serving import pacing
@@ -179,6 +179,7 @@ class Admission:
             if verdict.answer == "admit":
                 source.barren = 0
                 return task
+            context.out.append(Happened(task.group_id, "skipped", {"operator": verdict.operator}))
             source.skipped[verdict.operator] = source.skipped.get(verdict.operator, 0) + 1
             source.barren += _EPOCHS_OF_CHANCE if verdict.certain else 1
             if source.barren >= _EPOCHS_OF_CHANCE * rows.num:
