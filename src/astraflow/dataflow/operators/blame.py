@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from astraflow.errors import DataflowError
 
 MEND = "mend the operator"
 
 
-@contextmanager
-def blamed(name: str, rule: str) -> Iterator[None]:
+class blamed:
     """Around a hook and around every look at what it left. `name`: of the operator, begins the error's `thing`.
 
     Raises: DataflowError: whatever was raised; one that the operator raised keeps its rule and its fix.
     """
-    try:
-        yield
-    except DataflowError as error:
-        if error.thing.startswith(name):
-            raise
-        raise DataflowError(f"{name} {error.thing}", error.value, error.rule, error.fix) from error
-    except (Exception, SystemExit) as error:  # SystemExit would end the service without a name
-        raise DataflowError(name, f"{type(error).__name__}: {error}", rule, MEND) from error
+
+    __slots__ = ("_name", "_rule")
+
+    def __init__(self, name: str, rule: str) -> None:
+        self._name, self._rule = name, rule
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        match error:
+            case None:
+                return
+            case DataflowError() if not error.thing.startswith(self._name):
+                raise DataflowError(f"{self._name} {error.thing}", error.value, error.rule, error.fix) from error
+            case DataflowError():
+                return
+            case Exception() | SystemExit():  # SystemExit would end the service without a name
+                raise DataflowError(self._name, f"{type(error).__name__}: {error}", self._rule, MEND) from error

@@ -46,7 +46,7 @@ class Chain:
             before = fixed_parts(group)
             with blamed(name, f"failed on group {group.group_id}"):
                 result: object = operator.on_group(group)
-            with blamed(name, f"left something in group {before['group_id']} that it must not"):
+            with blamed(name, f"left something in group {before.group_id} that it must not"):
                 checked = check_result(operator, name, before, result)
             if isinstance(checked, str):
                 return checked
@@ -60,12 +60,12 @@ class Chain:
         `groups`: see `machine.serving.forming.credited`. Raises: DataflowError: as `on_group`.
         """
         for name, operator in self._on_batch:
-            before = [fixed_parts(g, rewards=True) for g in groups]
+            before = [fixed_parts(g) for g in groups]
             given = tuple(groups)
             with blamed(name, f"failed on the batch of step {step}"):
                 operator.on_batch(given, step)
             for group, fixed in zip(given, before, strict=True):
-                where = f"{name} group {fixed['group_id']}"
+                where = f"{name} group {fixed.group_id}"
                 with blamed(where, "was left with something that on_batch must not leave"):
                     check_batch(where, fixed, group)
 

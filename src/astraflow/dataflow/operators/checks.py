@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from astraflow.contracts import Operator
 from astraflow.dataflow.operators.blame import MEND
 from astraflow.errors import DataflowError
-from astraflow.types import Group
+from astraflow.types import Group, Task
 
-Fixed = dict[str, Any]
-"""Parts of a group by name, as they were before a hook."""
 _ON_GROUP = "must stay as it is: on_group may change rewards, advantages, call_advantages and weight only"
 _ON_BATCH = "must stay as it is: on_batch may change advantages, call_advantages and weight only"
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _LARGEST = float(np.finfo(np.float32).max)
+
+
+class Fixed(NamedTuple):
+    """A group before a hook, as far as hooks must leave it alone; the last two are for `on_batch` only."""
+
+    group_id: str
+    policy: str
+    task: Task
+    episode_ids: list[str]
+    num_calls: list[int]
+    metrics: list[Mapping[str, float]]
+    num_tokens: list[int]
+    num_truncated: list[int]
+    min_version: list[int]
+    errors: list[str | None]
+    rewards: list[float | None]
+    rewards_per_call: list[tuple[float, ...]]
 
 
 def check_result(operator: Operator, name: str, before: Fixed, result: object) -> Group | str:
@@ -27,7 +42,7 @@ def check_result(operator: Operator, name: str, before: Fixed, result: object) -
 
     Raises: DataflowError: naming operator, group and rule. Anything else where the operator left another type behind.
     """
-    group_id = before["group_id"]
+    group_id = before.group_id
     if isinstance(result, str):
         if not _REASON.fullmatch(result):
             raise DataflowError(
@@ -38,15 +53,16 @@ def check_result(operator: Operator, name: str, before: Fixed, result: object) -
     if not isinstance(result, Group):
         raise DataflowError(name, result, f"must give a Group, or the reason for dropping {group_id} as text", MEND)
     where = f"{name} group {group_id}"
-    _check_fixed(where, before, result, _ON_GROUP, MEND)
+    _check_fixed(where, before, result, rewards=False, rule=_ON_GROUP, fix=MEND)
     size = len(result.episode_ids)
     for field, values in (("rewards", result.rewards), ("rewards_per_call", result.rewards_per_call)):
         if len(values) != size:
             raise DataflowError(where, len(values), f"{field} must be {size}, one per episode", MEND)
     result.rewards = [None if r is None else _number(where, "rewards", r) for r in result.rewards]
-    result.rewards_per_call = [
-        tuple(_number(where, "rewards_per_call", r) for r in calls) for calls in result.rewards_per_call
-    ]
+    if result.rewards_per_call != before.rewards_per_call:
+        result.rewards_per_call = [
+            tuple(_number(where, "rewards_per_call", r) for r in calls) for calls in result.rewards_per_call
+        ]
     if operator.phase in ("filter", "shape") and (result.advantages is not None or result.call_advantages is not None):
         raise DataflowError(
             where, "advantages", f"must not be set in phase {operator.phase}",
@@ -58,7 +74,7 @@ def check_result(operator: Operator, name: str, before: Fixed, result: object) -
 
 def check_batch(where: str, before: Fixed, group: Group) -> None:
     """What `on_batch` left of one group. Raises: as `check_result`."""
-    _check_fixed(where, before, group, _ON_BATCH, "change rewards in on_group")
+    _check_fixed(where, before, group, rewards=True, rule=_ON_BATCH, fix="change rewards in on_group")
     check_credit(where, group, needed=True)
 
 
@@ -82,31 +98,28 @@ def check_credit(where: str, group: Group, *, needed: bool) -> None:
         raise DataflowError(where, group.weight, "weight must be >= 0", "use 0 to leave the group out of the loss")
 
 
-def fixed_parts(group: Group, *, rewards: bool = False) -> Fixed:
-    """What an operator must leave alone, copied; with `rewards` also those."""
-    fixed: Fixed = {"group_id": group.group_id, "policy": group.policy, "task": group.task}
-    lists: dict[str, Iterable[Any]] = {
-        "episode_ids": group.episode_ids,
-        "num_calls": group.num_calls,
-        "metrics": group.metrics,
-        "num_tokens": group.num_tokens,
-        "num_truncated": group.num_truncated,
-        "min_version": group.min_version,
-        "errors": group.errors,
-    }
-    if rewards:
-        lists |= {"rewards": group.rewards, "rewards_per_call": group.rewards_per_call}
-    return fixed | {name: list(values) for name, values in lists.items()}
+def fixed_parts(group: Group) -> Fixed:
+    """Of a good group."""
+    return Fixed(
+        group.group_id, group.policy, group.task, list(group.episode_ids), list(group.num_calls), list(group.metrics),
+        list(group.num_tokens), list(group.num_truncated), list(group.min_version), list(group.errors),
+        list(group.rewards), list(group.rewards_per_call),
+    )  # fmt: skip
 
 
-def _check_fixed(where: str, before: Fixed, group: Group, rule: str, fix: str) -> None:
-    after = fixed_parts(group, rewards="rewards" in before)
-    if after == before:
+def _check_fixed(where: str, before: Fixed, group: Group, *, rewards: bool, rule: str, fix: str) -> None:
+    """Also `rewards` and those of calls are as before."""
+    after = (
+        group.group_id, group.policy, group.task, group.episode_ids, group.num_calls, group.metrics, group.num_tokens,
+        group.num_truncated, group.min_version, group.errors, group.rewards, group.rewards_per_call,
+    )  # fmt: skip
+    num = len(after) if rewards else len(after) - 2
+    if after[:num] == before[:num]:
         return
-    name = next(name for name, value in before.items() if after[name] != value)
-    if name == "episode_ids" and "rewards" not in before:
+    name = next(name for name, old, new in zip(Fixed._fields, before, after, strict=True) if old != new)
+    if name == "episode_ids" and not rewards:
         raise DataflowError(
-            where, group.episode_ids, f"must keep its episodes {before[name]}, each once and in order",
+            where, group.episode_ids, f"must keep its episodes {before.episode_ids}, each once and in order",
             "set the reward of an episode to None to leave it out",
         )  # fmt: skip
     raise DataflowError(where, name, rule, fix)
