@@ -30,12 +30,13 @@ Errors: any status >= 400 carries `Failure`. 401 token, 404 unknown id, 409 refu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from astraflow.types import EpisodeLease, WeightVersion
 
+Id = Annotated[str, msgspec.Meta(max_length=256)]  # ids and names are kept, journaled and shown
 PROTOCOL = 1
 PROTOCOL_HEADER = "x-astraflow-protocol"
 
@@ -65,11 +66,11 @@ class RunReply(msgspec.Struct):
 class Join(msgspec.Struct, kw_only=True):
     """A node enters the pool. Joining again with the same id is a no-op."""
 
-    node_id: str  # unique per process start
-    name: str
+    node_id: Id  # unique per process start
+    name: Id
     capacity: int  # episodes it can play at once
-    run_id: str
-    host: str = ""  # for people
+    run_id: Id
+    host: Id = ""  # for people
 
 
 class JoinReply(msgspec.Struct):
@@ -84,7 +85,7 @@ class Heartbeat(msgspec.Struct, kw_only=True):
 
     stats: dict[str, float] = {}  # gauges and monotonic counters for status and metrics
     versions: dict[str, int] = {}  # policy -> version in force on the node
-    playing: list[tuple[str, int]] = []  # (episode id, attempt) of all that the node plays or will play
+    playing: list[tuple[Id, int]] = []  # (episode id, attempt) of all that the node plays or will play
 
 
 class HeartbeatReply(msgspec.Struct):
@@ -98,8 +99,8 @@ class HeartbeatReply(msgspec.Struct):
 class LeaseRequest(msgspec.Struct, kw_only=True):
     """Up to `n` episodes, waiting at most `wait_s` for the first."""
 
-    node_id: str
-    request_id: str  # a repeated request gets the same leases
+    node_id: Id
+    request_id: Id  # a repeated request gets the same leases
     n: int
     wait_s: float = 0.0
 
@@ -115,7 +116,7 @@ class LeaseReply(msgspec.Struct):
 class EpisodeHeader(msgspec.Struct, kw_only=True):
     """Episode-level facts of one commit; its trajectories are the rows with the same episode_id."""
 
-    episode_id: str
+    episode_id: Id
     attempt: int
     num_rows: int  # rows of this episode, contiguous, in the order of the headers
     error: str | None = None  # None: ran to its end
@@ -126,7 +127,7 @@ class EpisodeHeader(msgspec.Struct, kw_only=True):
 class EpisodesHeader(msgspec.Struct):
     """Header of POST /episodes: several episodes in one request, each atomic on its own."""
 
-    node_id: str
+    node_id: Id
     episodes: list[EpisodeHeader]
 
 
@@ -139,10 +140,10 @@ class EpisodesReply(msgspec.Struct):
 class Resume(msgspec.Struct, kw_only=True):
     """A trainer starts (or starts again) at a version: everything trained after it will be served again."""
 
-    trainer_id: str  # unique per process start; takes over from an older trainer of the policy
+    trainer_id: Id  # unique per process start; takes over from an older trainer of the policy
     version: int  # version of the loaded checkpoint; 0 on a fresh start
-    urls: tuple[str, ...]  # weight stores of the policy
-    run_id: str
+    urls: tuple[Annotated[str, msgspec.Meta(max_length=4096)], ...]  # weight stores of the policy
+    run_id: Id
 
 
 class ResumeReply(msgspec.Struct):
@@ -155,7 +156,7 @@ class ResumeReply(msgspec.Struct):
 class TrainerHeartbeat(msgspec.Struct, kw_only=True):
     """I live: without it `dataflow.batch_lease_s` long, the trainer is reported as silent."""
 
-    trainer_id: str
+    trainer_id: Id
     stats: dict[str, float] = {}
 
 
@@ -166,7 +167,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     alone resumes, acknowledges and reports checkpoints. The others may ask before it has acknowledged, and wait.
     """
 
-    trainer_id: str
+    trainer_id: Id
     version: int  # the trainer's version now
     wait_s: float = 0.0
     rank: int = 0  # 0 <= rank < ranks
@@ -176,7 +177,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
 class Ack(msgspec.Struct, kw_only=True):
     """The batch was trained and `version` was published. Acknowledging again is a no-op."""
 
-    trainer_id: str
+    trainer_id: Id
     version: int
     metrics: dict[str, float] = {}  # of the step, slash names
 
@@ -184,7 +185,7 @@ class Ack(msgspec.Struct, kw_only=True):
 class Checkpoint(msgspec.Struct, kw_only=True):
     """A checkpoint of `version` is on disk: batches up to it need not be kept."""
 
-    trainer_id: str
+    trainer_id: Id
     version: int
 
 
@@ -194,8 +195,8 @@ class StageRequest(msgspec.Struct, kw_only=True):
     Any request extends all leases of the worker. `n = 0` only says that it lives.
     """
 
-    worker_id: str  # unique per process start
-    request_id: str  # a repeated request gets the same leases
+    worker_id: Id  # unique per process start
+    request_id: Id  # a repeated request gets the same leases
     n: int  # at most `stages.*.rows`; one entry is given even if it has more
     wait_s: float = 0.0
     stats: dict[str, float] = {}  # gauges and monotonic counters for status
@@ -226,11 +227,11 @@ class ColumnsHeader(msgspec.Struct, kw_only=True):
     An entry whose work failed has no rows and is named in `failed`: it is offered again.
     """
 
-    worker_id: str
-    request_id: str  # a repeated request changes nothing
-    leases: list[tuple[str, int]]  # (entry id, attempt), in the order of the rows
+    worker_id: Id
+    request_id: Id  # a repeated request changes nothing
+    leases: list[tuple[Id, int]]  # (entry id, attempt), in the order of the rows
     row_ids: list[str]  # as leased, one per row
-    failed: list[tuple[str, int, str]] = []  # (entry id, attempt, what went wrong)
+    failed: list[tuple[Id, int, str]] = []  # (entry id, attempt, what went wrong)
 
 
 class ColumnsReply(msgspec.Struct):
@@ -242,7 +243,7 @@ class ColumnsReply(msgspec.Struct):
 class ConsumerRequest(msgspec.Struct, kw_only=True):
     """Up to `n` groups of a policy from the first that was not acknowledged; the same again until it is."""
 
-    policy: str
+    policy: Id
     n: int = 16
     wait_s: float = 0.0
 
@@ -262,5 +263,5 @@ class ConsumerHeader(msgspec.Struct, kw_only=True):
 class ConsumerAck(msgspec.Struct, kw_only=True):
     """Everything before `position` has been read. Acknowledging again, or an earlier position, is a no-op."""
 
-    policy: str
+    policy: Id
     position: int

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from astraflow.errors import JournalError, WireError
 from astraflow.testing.dataflow import episode, small_config, trajectory
+from astraflow.testing.stages import EchoStage
 from astraflow.wire import messages as m
 from astraflow.wire.messages import PROTOCOL_HEADER
 
@@ -107,3 +108,46 @@ def test_what_the_run_does_not_have_and_a_full_disk_are_counted_by_reason(serve:
     service.shell.journal.append = append
     refused(409, lambda: client.checkpoint("actor", "t", 4), "newer than the acknowledged version")
     assert client.status()["refused"] == expected, "what the state of the run is against is no fault"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client, run, name: client.join(m.Join(node_id=name, name="x", capacity=1, run_id=run)),
+        lambda client, run, name: client.join(m.Join(node_id="x", name=name, capacity=1, run_id=run)),
+        lambda client, run, name: client.lease("n", 1, request_id=name),
+        lambda client, run, name: client.resume("actor", m.Resume(trainer_id=name, version=0, urls=(), run_id=run)),
+        lambda client, run, name: client.stage_lease("s", name, 1),
+    ],
+)
+def test_ids_have_a_length(serve: Serve, call: Callable[[Any, str, str], Any]) -> None:
+    stage = {"type": "astraflow.testing.stages:EchoStage", "workers": 0}
+    client = serve(small_config(stages={"s": stage})).start()
+    run = client.run().run_id
+    refused(422, lambda: call(client, run, "x" * 257), "Expected `str` of length <= 256")
+    call(client, run, "x" * 256)
+    assert client.status()["refused"] == {"malformed": 1}
+
+
+def test_episode_ids_have_a_length_and_what_went_wrong_is_cut(serve: Serve) -> None:
+    service = serve(small_config())
+    client = service.start()
+    (lease,) = client.lease("n", 1).leases
+    long = replace(lease, episode_id="train/0/1/" + "9" * 300)
+    refused(422, lambda: client.commit([episode(long, "n")]), "Expected `str` of length <= 256")
+    assert client.status()["refused"] == {"header": 1}
+    assert client.commit([episode(lease, "n", error="workflow: " + "x" * 10**6)]) == {lease.episode_id: "accepted"}
+    group = service.call(lambda: service.shell.machine.state.groups[lease.group_id])
+    assert [len(result.error) for result in group.results if result is not None] == [4096]
+
+
+def test_what_went_wrong_in_a_stage_is_cut(serve: Serve) -> None:
+    stage = {"type": "astraflow.testing.stages:EchoStage", "workers": 0}
+    client = serve(small_config(stages={"s": stage})).start()
+    client.commit([episode(x, "n", float(x.episode_id[-1])) for x in client.lease("n", 2).leases])
+    rows, table = client.stage_lease("s", "w", 1)
+    (leased,) = rows.leases
+    failed = [(leased.entry_id, 1, "x" * 10**6)]
+    header = m.ColumnsHeader(worker_id="w", request_id="r", leases=[], row_ids=[], failed=failed)
+    answers = client.stage_columns("s", header, EchoStage().run(table.slice(0, 0)))
+    assert answers == {leased.entry_id: "refused: " + "x" * 4096}

@@ -21,6 +21,8 @@ from astraflow.errors import SchemaError
 from astraflow.wire.codec import ADDED_TYPES, list_lengths
 from astraflow.wire.messages import ColumnsHeader
 
+_FAILED_CHARS = 4096  # of what went wrong; it is journaled
+
 
 class Refused(NamedTuple):
     """Why a request, or one entry of it, is refused."""
@@ -64,7 +66,9 @@ def check_columns(
         problem = next((bad[row].problem for row in rows if row in bad), "")
         reward = next((rewards[row] for row in rows if rewards[row] is not None), None) if rewards else None
         found.append(EntryColumns(entry_id, attempt, rows, None if problem else reward, problem))
-    found += [EntryColumns(e, attempt, [], None, f"failed: {text}") for e, attempt, text in header.failed]
+    found += [
+        EntryColumns(e, attempt, [], None, f"failed: {text[:_FAILED_CHARS]}") for e, attempt, text in header.failed
+    ]
     return found
 
 

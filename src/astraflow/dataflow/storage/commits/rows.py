@@ -20,6 +20,8 @@ from astraflow.errors import SchemaError
 from astraflow.wire.codec import TRAJECTORY_SCHEMA, check_schema, list_lengths
 from astraflow.wire.messages import EpisodesHeader
 
+_ERROR_CHARS = 4096  # of what went wrong; it is journaled
+
 # policy, sampled, oldest, newest, calls, reward, scored, truncated
 _Row = tuple[str, int, int, int, int, float, bool, bool]
 
@@ -114,7 +116,8 @@ def episode_commits(header: EpisodesHeader, facts: RowFacts, put: Put | None) ->
     for episode in header.episodes:
         end = start + episode.num_rows
         parts = _parts(facts, start, end, key)
-        commits.append(EpisodeCommit(episode.episode_id, episode.attempt, episode.error, episode.metrics, parts))
+        error = episode.error if episode.error is None else episode.error[:_ERROR_CHARS]
+        commits.append(EpisodeCommit(episode.episode_id, episode.attempt, error, episode.metrics, parts))
         start = end
     return commits
 
