@@ -142,7 +142,7 @@ def test_nulls_are_wrong_everywhere_but_in_a_reward(serve: Serve) -> None:
     rows, _ = client.stage_lease("echo", "w", 10)
     column = pa.array([None, [1.0] * 5, [1.0, None, 1.0, 1.0], [1.0] * 6], pa.list_(pa.float32()))
     first, second = client.stage_columns("echo", header_of(rows), pa.table({"echo": column})).values()
-    assert "columns.echo=-2 must have 4 entries" in first and "columns.echo=None must be a finite number" in second
+    assert "columns.echo=null must have 4 entries" in first and "columns.echo=None must be a finite number" in second
 
 
 def test_an_entry_that_failed_is_offered_again(serve: Serve) -> None:

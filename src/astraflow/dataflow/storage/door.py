@@ -129,7 +129,8 @@ def _bad_rows(plan: StagePlan, header: ColumnsHeader, table: pa.Table, tokens: n
             lengths = _lengths(column)
             for row in np.flatnonzero((lengths != tokens) & (tokens >= 0)).tolist():
                 rule = f"must have {tokens[row]} entries in row {header.row_ids[row]} (number {row}), one per token"
-                error = SchemaError(f"stages.{plan.name}.columns.{name}", int(lengths[row]), rule, "do not cut or pad")
+                got = "null" if lengths[row] < 0 else int(lengths[row])
+                error = SchemaError(f"stages.{plan.name}.columns.{name}", got, rule, "do not cut or pad")
                 bad.setdefault(row, Refused("length", error))
         for row, value in _not_finite(column, kind):
             rule = f"must be a finite number in row {header.row_ids[row]} (number {row})"
