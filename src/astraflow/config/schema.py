@@ -243,7 +243,9 @@ class WeightsSection(Strict):
 
     host: str = Field("127.0.0.1", description="where each trainer serves its weights; beyond loopback needs a token")
     port: int = Field(0, ge=0, le=65535, description="0: any free port")
-    keep: int = Field(4, ge=2, description="newest versions kept beside those that are being read")
+    keep: int = Field(4, ge=2, description="newest versions kept, beside those that are read or that they rest on")
+    deltas: bool = Field(True, description="a version may travel as its changes since the one before")
+    full_every: int = Field(50, ge=1, description="one version in so many carries all its tensors")
 
 
 class ObserveSection(Strict):

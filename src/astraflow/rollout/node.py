@@ -50,7 +50,7 @@ from astraflow.rollout.runner import Runner, RunnerOptions
 from astraflow.rollout.stats import NodeStats
 from astraflow.rollout.worker.channel import Hello
 from astraflow.types import WeightVersion
-from astraflow.weights.client import WeightClient
+from astraflow.weights.client import ANNOUNCED_WAIT_S, WeightClient
 from astraflow.wire.app import bind, serve
 from astraflow.wire.messages import Join, RunReply
 from astraflow.wire.patience import FIRST_ANSWER_S, GONE_S, RETRY_S
@@ -117,7 +117,7 @@ class _Node:
         self._options = options
         self._id = f"{options.name}-{uuid.uuid4().hex[:12]}"
         self._client = DataflowClient(options.dataflow_url, options.token, give_up_s=min(RETRY_S, options.give_up_s))
-        self._weight_client = WeightClient(options.token)
+        self._weight_client = WeightClient(options.token, wait_s=ANNOUNCED_WAIT_S)
         self._weights: dict[str, Weights] = {}
         self._reach = Reach(min(FIRST_ANSWER_S, options.give_up_s))
         self._committer = Committer(self._client.commit, self._reach)

@@ -14,7 +14,7 @@ from astraflow.config.schema import RunConfig
 from astraflow.contracts import Stage
 from astraflow.errors import ConfigError
 from astraflow.types import WeightVersion
-from astraflow.weights.client import WeightClient
+from astraflow.weights.client import ANNOUNCED_WAIT_S, WeightClient
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class StageRun:
         self.config, self.name, self.threads, self.stop = config, name, threads, stop or threading.Event()
         self.stats: dict[str, float] = {}  # of the stage, shown in /status: gauges and monotonic counters
         self._versions: dict[str, WeightVersion] = {}
-        self._client = WeightClient(token)
+        self._client = WeightClient(token, wait_s=ANNOUNCED_WAIT_S)
 
     def hear(self, versions: Mapping[str, WeightVersion]) -> None:
         """The newest versions, and where they are."""

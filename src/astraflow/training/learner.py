@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -33,6 +32,7 @@ from astraflow.training.checkpoint import (
 )
 from astraflow.training.sft import warm_start
 from astraflow.training.step import StepCounts, Stepper, StepSettings
+from astraflow.weights.publisher import Publisher
 from astraflow.weights.store import FileStore
 
 SMALL_PARAMETERS = 5_000_000  # below this a second intra-op thread costs more than it computes
@@ -77,8 +77,11 @@ class Learner:
         )  # fmt: skip
         # A warm start makes version 0 here and nowhere else: it is what stages take as the reference model.
         pinned = (0,) if self.section.warm_start is not None else ()
-        self.store = FileStore(run_dir / "weights", policy, keep=config.weights.keep, durable=False, pinned=pinned)
-        self._publisher = ThreadPoolExecutor(1, f"publish-{policy}")
+        kept = config.weights
+        self.store = FileStore(
+            run_dir / "weights", policy, keep=kept.keep, full_every=kept.full_every, durable=False, pinned=pinned
+        )
+        self._publisher = Publisher(self.store, deltas=kept.deltas)
         if resumed is None:
             self._start_fresh()
         else:
@@ -87,17 +90,17 @@ class Learner:
         self._remember_and_publish()
 
     def train(self, table: pa.Table) -> dict[str, float]:
-        """One step on the rows of a batch; the next version is visible when this returns. Metrics by slash name."""
+        """One step on the rows of a batch; the next version is under way when this returns: readers wait for it.
+        Metrics by slash name."""
         rows = rows_from_table(table)
         metrics = self.stepper.step(rows, self.version)
         self.version += 1
         tensors = self._copy()
-        publishing = self._publisher.submit(self._publish, self.version, tensors)
+        metrics["perf/publish_wait_s"] = self._publish(tensors)
         begin = time.perf_counter()
         metrics |= self.auditor.audit(self.model, rows, self.version, self.section.batch.tokens_per_microbatch)
         metrics["perf/audit_s"] = time.perf_counter() - begin
         self.auditor.remember(self.version, tensors)
-        metrics["perf/publish_s"] = publishing.result()
         metrics["weights/kept_existing"] = float(self.store.num_kept_existing)
         if metrics.get("logprob_gap/alarm"):
             log.warning(
@@ -108,6 +111,7 @@ class Learner:
 
     def save(self) -> Path:
         """Write a checkpoint of `version`; everything after it can be done again bit for bit."""
+        self.flush()
         counts = self.stepper.counts
         state = TrainingState(
             version=self.version,
@@ -122,9 +126,13 @@ class Learner:
         log.info("checkpoint of version %d at %s", self.version, path)
         return path
 
+    def flush(self) -> None:
+        """`version` is visible. Raises: WeightError: it could not be published."""
+        self._publisher.flush()
+
     def close(self) -> None:
-        """End the publisher thread."""
-        self._publisher.shutdown(wait=True, cancel_futures=True)
+        """Finish what is being published."""
+        self._publisher.close()
 
     @property
     def _bfloat16(self) -> bool:
@@ -166,7 +174,8 @@ class Learner:
     def _remember_and_publish(self) -> None:
         tensors = self._copy()
         self.auditor.remember(self.version, tensors)
-        self._publish(self.version, tensors)
+        self._publish(tensors)
+        self._publisher.flush()
 
     def _copy(self) -> dict[str, torch.Tensor]:
         """The weights as published: a copy that later steps do not change."""
@@ -176,10 +185,8 @@ class Learner:
             for name, tensor in state_tensors(self.model).items()
         }
 
-    def _publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> float:
-        begin = time.perf_counter()
-        self.store.publish(version, tensors, model_files(self._directory), keep_existing=True)
-        return time.perf_counter() - begin
+    def _publish(self, tensors: Mapping[str, torch.Tensor]) -> float:
+        return self._publisher.submit(self.version, tensors, model_files(self._directory))
 
 
 def _automatic_threads(config: RunConfig) -> int:

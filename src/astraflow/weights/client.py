@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+ANNOUNCED_WAIT_S = 30.0
+"""For a version that was announced: its trainer may still be encoding it."""
 
 
 class Fetched(NamedTuple):

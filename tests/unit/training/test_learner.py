@@ -75,6 +75,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(make_config, bat
     again = Learner(config, "actor", tmp_path / "cut")
     assert again.version == 2
     got = [_stable(again.train(table)) for table in batches[2:]]
+    whole.flush()
+    again.flush()
     assert [{k: (v, e[k]) for k, v in g.items() if v != e[k]} for g, e in zip(got, expected[2:], strict=True)] == [
         {}
     ] * 4
@@ -100,6 +102,7 @@ def test_other_content_under_a_known_version_is_kept_and_counted(make_config, ba
 def test_every_version_is_published_with_the_files_an_engine_needs(make_config, batches, tmp_path):
     learner = Learner(make_config(), "actor", tmp_path)
     learner.train(batches[0])
+    learner.flush()
     assert learner.store.versions() == [0, 1]
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= set(learner.store.files(1))
     tensors = learner.store.fetch(1)
@@ -110,6 +113,7 @@ def test_every_version_is_published_with_the_files_an_engine_needs(make_config, 
 def test_a_bfloat16_policy_publishes_bfloat16_and_trains_float32(make_config, batches, tmp_path):
     learner = Learner(make_config(trainer={"dtype": "bfloat16"}), "actor", tmp_path)
     metrics = learner.train(batches[0])
+    learner.flush()
     assert all(t.dtype == torch.bfloat16 for t in learner.store.fetch(1).values())
     assert all(p.dtype == torch.float32 for p in learner.model.parameters())
     assert np.isfinite(metrics["logprob_gap/p99"])

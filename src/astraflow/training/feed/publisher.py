@@ -10,17 +10,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from astraflow.config.schema import WeightsSection
+from astraflow.weights.publisher import Publisher
 from astraflow.weights.server import start_server
 from astraflow.weights.store import FileStore
 
 log = logging.getLogger(__name__)
 
 
-class Publisher:
+class Versions:
     """Versions below `root/policy`, kept and served as [weights] of the run file says."""
 
     def __init__(self, root: Path, policy: str, section: WeightsSection, dataflow: str, token: str | None) -> None:
-        self._store = FileStore(root, policy, keep=section.keep, durable=False)
+        self._store = FileStore(root, policy, keep=section.keep, full_every=section.full_every, durable=False)
+        self._encoder = Publisher(self._store, deltas=section.deltas)
         self._server = start_server(root, section.host, section.port, token)
         self._policy, self._dataflow = policy, dataflow
 
@@ -35,12 +37,15 @@ class Publisher:
 
     def publish(self, version: int, tensors: Mapping[str, Any], files: Iterable[Path] = ()) -> None:
         """See `TrainerSession.publish`."""
-        self._store.publish(version, _untied(tensors), files, keep_existing=True)
+        # A copy, since the next version is compared with it: the caller's tensors are those that it trains.
+        self._encoder.submit(version, {name: t.detach().cpu().clone() for name, t in _untied(tensors).items()}, files)
+        self._encoder.flush()
         if self._server.ensure():
             log.warning("the weights server had died and was started again at %s", self._server.url)
 
     def close(self) -> None:
-        """End the server."""
+        """End the server and the thread."""
+        self._encoder.close()
         self._server.stop()
 
 

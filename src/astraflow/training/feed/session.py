@@ -36,7 +36,7 @@ from astraflow.config.env import token_from_env
 from astraflow.config.load import config_from_json
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import ConfigError, TrainingError, Unreachable, WireError
-from astraflow.training.feed.publisher import Publisher
+from astraflow.training.feed.publisher import Versions
 from astraflow.types import BatchHeader
 from astraflow.wire.messages import Resume
 from astraflow.wire.patience import FIRST_ANSWER_S, GONE_S, RETRY_S, Stopped, ask_patiently
@@ -100,7 +100,7 @@ class TrainerSession:
             raise ConfigError(self.run.run, [f"policy={policy!r} is not in the run; use one of {known}"])
         self._publisher = None
         if weights is not None and self._leads:
-            self._publisher = Publisher(weights, policy, self.config.weights, dataflow, self._token)
+            self._publisher = Versions(weights, policy, self.config.weights, dataflow, self._token)
         self.version = -1  # newest that was acknowledged, or resumed at; -1: not resumed yet
         self.stats: dict[str, float] = {}  # finite ones go out with each heartbeat: gauges and counters of yours
         self._held: BatchHeader | None = None  # taken and not acknowledged

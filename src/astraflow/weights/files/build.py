@@ -16,8 +16,8 @@ from astraflow.weights.files.layout import index_json, plan_parts, sync_director
 from astraflow.weights.manifest import MANIFEST, Delta, FileEntry, Manifest, Part, TensorEntry
 from astraflow.weights.tensors import checksum
 
-_SPARSE_SHARE = 0.5
-"""Of a model's bytes. With less in tensors for which a delta pays, it would cost more time than it saves bytes."""
+MIN_UNCHANGED = 0.5
+"""Share of a model's elements. With fewer unchanged, a delta costs more time than it saves bytes."""
 
 
 class Base(NamedTuple):
@@ -51,9 +51,9 @@ class Building:
 
     def write_delta(self, place: Path, base: Base, tensors: Mapping[str, Any]) -> Delta | None:
         """The changes from `base`; None, and no file, when they are not fewer bytes than all tensors."""
-        from astraflow.weights.delta.encode import encode, share_that_pays
+        from astraflow.weights.delta.encode import encode, share_unchanged
 
-        if share_that_pays(base.tensors, tensors) < _SPARSE_SHARE:
+        if share_unchanged(base.tensors, tensors) < MIN_UNCHANGED:
             return None
         parts: list[FileEntry] = []
         encoded = encode(base.tensors, tensors, base=base.version, version=self.content.version)
