@@ -152,6 +152,20 @@ class Dataflow(RuleBasedStateMachine):
         self.desk.restart()
         assert json.loads(self.desk.machine.snapshot()) == before
 
+    @rule(data=st.data(), node=NODES)
+    def a_command_raises(self, data: st.DataObject, node: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.policies)))
+        version = self.desk.machine.state.policies[name].version
+        commands = [
+            c.LeaseEpisodes(node, "spoiled", 5), c.TakeBatch(name, self.trainer[name], version),
+            c.AckBatch(name, f"{name}/{version + 1}", m.Ack(trainer_id=self.trainer[name], version=version + 1)),
+        ]  # fmt: skip
+        before = json.loads(self.desk.machine.snapshot())
+        self.desk.spoil(data.draw(st.sampled_from(commands)))
+        after = json.loads(self.desk.machine.snapshot())
+        assert sum(after.pop("voids").values()) == sum(before.pop("voids").values()) + 1
+        assert after == before
+
     def teardown(self) -> None:
         if self.desk is not None:
             event(f"steps made: {min(p.latest for p in self.desk.machine.state.policies.values())}")

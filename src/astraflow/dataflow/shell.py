@@ -274,7 +274,7 @@ class Shell:
             except c.Refusal as refusal:
                 _fail([(command, future)], answer_of(refusal))
                 continue
-            except (Exception, SystemExit) as error:
+            except BaseException as error:  # whatever code of a user raises; Ctrl-C comes as a signal
                 self._leave_out(seq, command, future, error)
                 return _fail(pending, away())
             moments = moments_of(command, applied, self.machine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -242,6 +243,13 @@ class Desk:
     def keep_snapshot(self) -> None:
         """What the journal does from time to time."""
         self._snapshot, self._log = self.machine.snapshot(), []
+
+    def spoil(self, command: c.Command) -> None:
+        """A command raised when it was applied, whatever it had changed by then: it is void (`dataflow.rebuild`)."""
+        with suppress(c.Refusal):
+            self.machine.apply(command, self.now)
+        self._log.append((self.now, c.VoidCommand(0, type(command).__name__, "spoiled")))
+        self.restart()
 
     def restart(self) -> None:
         """Lose the machine; build it again from the last snapshot and the commands after it."""
