@@ -205,14 +205,18 @@ async def test_a_service_that_stays_away_ends_the_commit_loop():
 class Store:
     """A weight client that fails as told before it succeeds."""
 
-    def __init__(self, *failures):
-        self.failures, self.asked = list(failures), []
+    def __init__(self, *failures, whole=()):
+        """`whole`: versions without a delta."""
+        self.failures, self.whole = list(failures), whole
+        self.asked, self.held = [], []
 
-    def fetch(self, wanted):
+    def fetch(self, wanted, held):
         self.asked.append(wanted.version)
+        self.held.append(held and held.version)
         if self.failures:
             raise self.failures.pop(0)
-        return SimpleNamespace(version=wanted.version, tensors={})
+        manifest = SimpleNamespace(delta=None if wanted.version in self.whole else "delta")
+        return SimpleNamespace(version=wanted.version, tensors={}, held=SimpleNamespace(manifest=manifest))
 
 
 async def test_a_fetch_is_tried_again_and_counted():
@@ -222,6 +226,16 @@ async def test_a_fetch_is_tried_again_and_counted():
     async with asyncio.timeout(10):
         assert (await weights.fetch_newer(2)).version == 3
     assert (store.asked, weights.num_failures) == ([3, 3, 3], 2)
+
+
+async def test_what_was_fetched_is_the_base_of_the_next_delta_unless_versions_travel_whole():
+    store = Store(whole=(0, 3, 4))
+    weights = Weights("actor", store, lambda: None)
+    async with asyncio.timeout(10):
+        for version in range(7):
+            weights.announce(WeightVersion("actor", version, ("file:///x",)))
+            await weights.fetch_newer(version - 1)
+    assert store.held == [None, 0, 1, 2, None, None, 5]
 
 
 async def test_the_newest_announced_version_is_fetched_and_older_news_are_ignored():
