@@ -347,9 +347,7 @@ def test_an_evaluation_is_of_its_version_or_a_newer_one() -> None:
     task = replace(lease().task, source="held")
     made = replace(with_trajectories(*rows), episode_id=f"{group_id}/0", task=task)
     header, table = sent(with_trajectories(trajectory(1.0, 0)), made)
-    with pytest.raises(
-        SchemaError, match=r"versions=2 must be at least 3, as min_versions .*\(row 2\)"
-    ):
+    with pytest.raises(SchemaError, match=r"versions=2 must be at least 3, as min_versions .*\(row 2\)"):
         row_facts(header, table, known)
     header, table = sent(with_trajectories(trajectory(1.0, 0)), replace(made, trajectories=list(rows[:1])))
     assert len(row_facts(header, table, known).rows) == 2

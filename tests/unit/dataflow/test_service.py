@@ -18,7 +18,7 @@ from astraflow.testing.dataflow import Rows, episode, policy_section, small_conf
 from astraflow.wire import messages as m
 from astraflow.wire.codec import CONTENT_TYPE, TRAINING_SCHEMA, check_schema, write_stream
 from astraflow.wire.episodes import encode_episodes
-from service_steps import play, reward_of, status_of, step
+from service_steps import play, status_of, step
 
 Serve = Callable[..., Any]
 ARROW = {"content-type": CONTENT_TYPE, m.PROTOCOL_HEADER: str(m.PROTOCOL)}
