@@ -63,7 +63,7 @@ smollm2: $(VENV)/.smollm2  ## train SmolLM2-135M-Instruct on short sums
 	@$(BIN)/astraflow run smollm2-arithmetic --or-resume $(ARGS)
 
 test: $(VENV)/.dev lint types  ## everything that CI checks: lint, types, all tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not faults and not gpu" $(TESTS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not gpu" $(TESTS) $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff (lint and format) and the layers
 	@$(BIN)/ruff check .

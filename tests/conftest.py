@@ -27,3 +27,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole services first: what takes long is not left to one process when everything else is done."""
+    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("flow", "slow")))
