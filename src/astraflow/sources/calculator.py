@@ -11,7 +11,6 @@ from astraflow.sources.splits import check_row, check_size, check_split, digest,
 OPERATORS = "+-*"
 NUM_PROBLEMS = 10 * 10 * len(OPERATORS)
 NUM_HELDOUT = 60
-SHARE_RIGHT = 0.08  # of the demonstrations; the others call for another problem and so answer wrongly
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -46,12 +45,16 @@ class CalculatorSource:
     """
 
     def __init__(
-        self, *, split: str = "train", ops: str = OPERATORS, size: int = 0, seed: int = 0, demos: bool = False
-    ) -> None:
+        self, *, split: str = "train", ops: str = OPERATORS, size: int = 0, seed: int = 0, demos: bool = False,
+        right: float = 0.08,
+    ) -> None:  # fmt: skip
         """`ops`: only problems with one of these operators, "+" for sums. `size`: rows; 0: each distinct problem once.
-        `demos`: rows `{messages, tools}` from train problems only.
+        `demos`: rows `{messages, tools}` from train problems only; a share `right` of them calls for its own problem,
+        the others for another one, so their answer is wrong.
         """
         check_size("sources.calculator", size)
+        if not 0.0 <= right <= 1.0:
+            raise SourceError("sources.calculator.right", right, "must be a share from 0 to 1", "give 0.08, say")
         if not ops or len(set(ops)) != len(ops) or not set(ops) <= set(OPERATORS):
             raise SourceError(
                 "sources.calculator.ops", ops, f"must be some of {OPERATORS}, each once", "use '+' for sums only"
@@ -61,7 +64,7 @@ class CalculatorSource:
         self._problems = tuple(problem for problem in every if _parts(problem)[1] in ops)
         self._ops = "".join(op for op in OPERATORS if op in ops)
         self._size = size or len(self._problems)
-        self._seed, self._demos = seed, demos
+        self._seed, self._demos, self._right = seed, demos, right
 
     def __len__(self) -> int:
         return self._size
@@ -74,12 +77,12 @@ class CalculatorSource:
         return {"text": f"{a}{op}{b}?", "answer": str(_value(a, op, b)), "a": a, "b": b, "op": op}
 
     def fingerprint(self) -> str:
-        return digest("calculator", 4, self._split, self._ops, self._size, self._seed, self._demos)
+        return digest("calculator", 4, self._split, self._ops, self._size, self._seed, self._demos, self._right)
 
     def _demo(self, index: int, a: int, op: str, b: int) -> dict[str, Any]:
-        """How to call and to answer, not what to call: that is right with probability SHARE_RIGHT, or by luck."""
+        """How to call and to answer, not what to call: that is right with probability `right`, or by luck."""
         rng = random.Random(f"{self._seed}/demo/{index}")
-        right = rng.random() < SHARE_RIGHT
+        right = rng.random() < self._right
         called = (a, op, b) if right else _parts(rng.choice(self._problems))
         value = _value(*called)
         call = {

@@ -65,9 +65,10 @@ def test_rows_depend_on_seed_and_index_alone():
     assert one.fingerprint() == two.fingerprint() != other.fingerprint()
 
 
-def test_demonstrations_answer_what_the_tool_said_but_few_call_for_their_own_problem():
+@pytest.mark.parametrize(("options", "share"), [({}, 0.08), ({"right": 0.3}, 0.3), ({"right": 1.0}, 1.0)])
+def test_demonstrations_answer_what_the_tool_said_but_few_call_for_their_own_problem(options, share):
     called_right = 0
-    demos = rows(CalculatorSource(demos=True, size=4000))
+    demos = rows(CalculatorSource(demos=True, size=4000, **options))
     for row in demos:
         question, called = demo_texts(row)
         _, call, tool, answer = row["messages"]
@@ -76,7 +77,9 @@ def test_demonstrations_answer_what_the_tool_said_but_few_call_for_their_own_pro
         assert tool["tool_call_id"] == call["tool_calls"][0]["id"]
         assert answer["content"] == tool["content"].strip("<>") + "."
         called_right += question == called
-    assert 0.07 < called_right / len(demos) < 0.1
+    assert called_right / len(demos) == pytest.approx(share, abs=0.02)
+    with pytest.raises(SourceError, match="must be a share"):
+        CalculatorSource(demos=True, right=1.1)
 
 
 def test_source_and_environment_offer_the_same_tool():
