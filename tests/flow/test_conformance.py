@@ -65,7 +65,7 @@ BROKEN: dict[Role, dict[str, tuple[str, str]]] = {
         "same_trainer_id": ("killed", "resume.version"),
         "new_id_after_loss": ("lost", "resume.repeat"),
         "publishes_late": ("run", "publish.resume"),
-        "acks_first": ("run", "publish.ack"),
+        "publishes_rarely": ("run", "publish.ack"),
         "changes_versions": ("killed", "publish.immutable"),
         "asks_ahead": ("run", "batch.version"),
         "busy": ("run", "batch.wait"),

@@ -95,14 +95,12 @@ class Trainer:
     def step(self, header: BatchHeader) -> None:
         if header.replay and self.fault == "dies_on_replay":
             raise SystemExit(1)
-        if self.fault != "acks_first":
-            self.publish(header.step)
+        self.publish(header.step)
         version = header.step + (1 if self.fault == "acks_another" else 0)
         path = f"batches/{POLICY}/{version}/ack"
         body = m.Ack(trainer_id=self.id, version=version)
         for _ in range(2 if self.fault == "acks_twice" else 1):
             self.post(path, body, self.fault != "forgets_a_lost_ack")
-        self.publish(header.step)
         self.version = header.step
         if self.fault != "no_checkpoint" and (self.version % self.every == 0 or self.version == self.steps):
             self.checkpoint()
@@ -113,6 +111,8 @@ class Trainer:
         self.post("checkpoints", m.Checkpoint(trainer_id=self.id, version=version))
 
     def publish(self, version: int) -> None:
+        if self.fault == "publishes_rarely" and version % 5:
+            return
         publish(self.weights, POLICY, version)
         if self.fault == "changes_versions":
             manifest = self.weights / POLICY / str(version) / "manifest.json"

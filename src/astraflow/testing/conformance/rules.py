@@ -36,7 +36,8 @@ TRAINER = {
     "checkpoint or a later one, but none that was never acknowledged.",
     "resume.repeat": "A resume whose answer was lost is sent again with the same trainer_id.",
     "publish.resume": "The version that a trainer resumes at is visible in a weight store that it names.",
-    "publish.ack": "A version is visible in the weight store before its step is acknowledged.",
+    "publish.ack": "A version is visible in the weight store before the second step after it is acknowledged, and "
+    "before a checkpoint of it is reported; until then its readers wait.",
     "publish.immutable": "A version that was visible never changes, also when its step is trained again.",
     "batch.version": "A trainer asks for the batch after the version that it acknowledged (or resumed at) last.",
     "batch.wait": "A trainer that is answered 204 asks again, by long polls: wait_s, not a busy loop.",

@@ -18,6 +18,9 @@ INTRUDER = "conformance-intruder"
 _MOST_PER_S = 20.0  # requests that get nothing
 
 
+_UNDER_WAY = 2  # versions that may be acknowledged and not visible yet
+
+
 class StoreLook:
     """Looks into the weight stores of a policy whenever a request says that a version is there."""
 
@@ -26,14 +29,21 @@ class StoreLook:
         self._urls: tuple[str, ...] = ()
 
     def __call__(self, x: Exchange) -> None:
-        """Notes `visible` (of resume and ack) and `content` (the manifest's bytes)."""
-        if x.name not in ("resume", "ack"):
+        """Notes `seen` (version -> the manifest's bytes) of those versions that must be visible now, newest first, up
+        to the first one that is."""
+        if x.name not in ("resume", "ack", "checkpoint"):
             return
         if x.name == "resume":
             self._urls = tuple(x.body.get("urls", ()))
         version = x.body.get("version", -1)
-        found = [payload for url in self._urls if (payload := self._manifest(url, version)) is not None]
-        x.noted = {"visible": bool(found), "content": found[0] if found else b"", "urls": self._urls}
+        # Two acknowledged steps may still be under way; the store need not keep more than it must.
+        candidates = range(version, max(-1, version - 1 - _UNDER_WAY), -1) if x.name == "ack" else (version,)
+        for candidate in candidates:
+            for url in self._urls:
+                if (payload := self._manifest(url, candidate)) is not None:
+                    x.noted = {"seen": {candidate: payload}, "urls": self._urls}
+                    return
+        x.noted = {"seen": {}, "urls": self._urls}
 
     def _manifest(self, url: str, version: int) -> bytes | None:
         parts = urlsplit(url)
@@ -107,6 +117,9 @@ class TrainerCheck:
                     "checkpoint", version <= self._latest, f"it reports checkpoint {version} and acknowledged only "
                     f"{self._latest}",
                 )  # fmt: skip
+                self._visible(
+                    "publish.ack", x, f"checkpoint {version} is reported and {version} not in {self._urls(x)}"
+                )
 
     def _resumes(self, x: Exchange, repeated: bool) -> None:
         body, version = x.body, x.body.get("version", -1)
@@ -114,7 +127,7 @@ class TrainerCheck:
             self._hold("replaced", False, "it resumed again after a newer trainer had taken over")
         same = body.get("run_id") == self._run_id
         self._hold("resume.first", same, f"it resumes run_id={body.get('run_id')!r}; GET /run says {self._run_id!r}")
-        self._visible("publish.resume", x, f"version {version}, at which it resumes, is not in {body.get('urls')}")
+        self._visible("publish.resume", x, f"version {version}, at which it resumes, is not in {self._urls(x)}")
         fresh = body.get("trainer_id") not in self._ids
         if not self._ids or repeated:
             self._hold("resume.fresh", version == 0, f"it starts without a checkpoint at version {version}")
@@ -136,12 +149,19 @@ class TrainerCheck:
             self._hold("ack.batch", got == wanted, f"it acknowledges {got}; it holds {wanted}")
             if held is not None and held.get("replay"):
                 self._hold("replay", got == wanted, f"it acknowledges {got}; {wanted} was served again")
-        self._visible("publish.ack", x, f"version {version} is acknowledged and not in {x.noted.get('urls')}")
+        if version > _UNDER_WAY:
+            rule = f"is acknowledged, and nothing from {version - _UNDER_WAY} on is in {self._urls(x)}"
+            self._visible("publish.ack", x, f"version {version} {rule}")
+
+    @staticmethod
+    def _urls(x: Exchange) -> tuple[str, ...]:
+        urls: tuple[str, ...] = x.noted.get("urls", ())
+        return urls
 
     def _visible(self, rule: str, x: Exchange, problem: str) -> None:
-        self._hold(rule, bool(x.noted.get("visible")), problem)
-        version, content = x.body.get("version", -1), x.noted.get("content", b"")
-        if content:
+        seen: dict[int, bytes] = x.noted.get("seen", {})
+        self._hold(rule, bool(seen), problem)
+        for version, content in seen.items():
             before = self._contents.setdefault(version, content)
             self._hold("publish.immutable", before == content, f"version {version} changed after it was visible")
 
