@@ -6,14 +6,14 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from astraflow.errors import WeightError
 from astraflow.weights.delta.faults import DamagedDelta, DeltaMismatch, WrongBase
 from astraflow.weights.manifest import Delta, FileEntry, Manifest, Part, TornPart
-from astraflow.weights.plan import Hop, Route, VersionInfo, cheapest
+from astraflow.weights.plan import VersionInfo, cheapest
 from astraflow.weights.tensors import checksum, view_part
 
 if TYPE_CHECKING:
@@ -78,6 +78,41 @@ class Counts(msgspec.Struct):
     torn_parts: int = 0  # read again
 
 
+class Leg(NamedTuple):
+    """One fetch on the way to a version."""
+
+    version: int
+    delta: Delta | None  # to apply to what is held then; None: all tensors
+
+
+def way(reader: Reader, held: int, wanted: Manifest) -> Iterator[Leg]:
+    """The fetches that lead from version `held` (-1: nothing) to `wanted` by the fewest bytes.
+
+    Raises: WeightError: the store has no way there.
+    """
+    version, info = wanted.version, wanted.info
+    # The wanted version alone often says the way: its delta is from what is held, or it is whole.
+    if held == version or info.base == held >= 0 or (held < 0 and info.full_nbytes >= 0):
+        infos: Mapping[int, VersionInfo] = {version: info}
+    else:
+        infos = reader.infos()
+    route = cheapest(infos, held, version)
+    if route is None:
+        has = ", ".join(f"{v} {'full' if infos[v].full_nbytes >= 0 else 'delta'}" for v in sorted(infos))
+        raise WeightError(
+            "version", version, f"cannot be reached from what the store has ({has})",
+            "fetch the newest version, or raise weights.keep",
+        )  # fmt: skip
+    yield from (Leg(hop.version, None) for hop in route.hops if hop.kind == "full")
+    chain = [hop for hop in route.hops if hop.kind == "delta"]  # always the end of a route
+    if len(chain) > 1 and (merged := reader.merged(version, chain[0].base)) is not None:
+        yield Leg(version, merged)
+        return
+    for hop in chain:
+        delta = wanted.delta if hop.version == version else retry(lambda v=hop.version: reader.manifest(v)).delta  # type: ignore[misc]
+        yield Leg(hop.version, delta)
+
+
 class _Trip:
     """One way through one store."""
 
@@ -89,56 +124,25 @@ class _Trip:
             manifest = self._retry(lambda: self._reader.manifest(wanted, wait_s))
             if held is not None:
                 try:
-                    return self._follow(self._route(held.version, manifest), held, manifest, lease)
+                    return self._follow(held, manifest, lease)
                 except (DamagedDelta, DeltaMismatch, WrongBase) as error:
                     self._counts.refused_deltas += 1
                     log.warning("fetched in full: %s", error)
-            return self._follow(self._route(-1, manifest), None, manifest, lease)
+            return self._follow(None, manifest, lease)
 
-    def _route(self, held: int, wanted: Manifest) -> Route:
-        """The wanted version alone often says the way: its delta is from what is held, or it is whole."""
-        version, info = wanted.version, wanted.info
-        if held == version or info.base == held >= 0 or (held < 0 and info.full_nbytes >= 0):
-            route = cheapest({version: info}, held, version)
-        else:
-            infos = self._reader.infos()
-            route = cheapest(infos, held, version)
-        if route is None:
-            has = ", ".join(f"{v} {'full' if infos[v].full_nbytes >= 0 else 'delta'}" for v in sorted(infos))
-            raise WeightError(
-                "version", version, f"cannot be reached from what the store has ({has})",
-                "fetch the newest version, or raise weights.keep",
-            )  # fmt: skip
-        return route
-
-    def _follow(self, route: Route, held: Held | None, wanted: Manifest, lease: Lease) -> Held:
-        for hop, delta in self._merged(route.hops, wanted.version):
+    def _follow(self, held: Held | None, wanted: Manifest, lease: Lease) -> Held:
+        for version, delta in way(self._reader, -1 if held is None else held.version, wanted):
             lease.extend()
             manifest = wanted
-            if hop.version != wanted.version:
-                manifest = self._retry(lambda v=hop.version: self._reader.manifest(v))  # type: ignore[misc]
-            if hop.kind == "full":
+            if version != wanted.version:
+                manifest = self._retry(lambda v=version: self._reader.manifest(v))  # type: ignore[misc]
+            if delta is None:
                 held = self._whole(manifest, lease)
-                continue
-            delta = delta or manifest.delta
-            if held is None or delta is None or delta.base != held.version:
-                raise WrongBase(
-                    f"delta of version {hop.version}", delta and delta.base, "is not from the version that is held",
-                    "fetch it in full",
-                )  # fmt: skip
-            self._change(held, manifest, delta, lease)
+            elif held is not None:
+                self._change(held, manifest, delta, lease)
         if held is None:
-            raise WeightError("route", wanted.version, "has no hops", "fetch the newest version")
+            raise WeightError("way", wanted.version, "has no first fetch", "fetch the newest version")
         return held
-
-    def _merged(self, hops: tuple[Hop, ...], wanted: int) -> Iterator[tuple[Hop, Delta | None]]:
-        """Full hops as they are; a chain of deltas as one, when the store merges them."""
-        chain = [hop for hop in hops if hop.kind == "delta"]  # always the end of a route
-        yield from ((hop, None) for hop in hops if hop.kind == "full")
-        if len(chain) > 1 and (delta := self._reader.merged(wanted, chain[0].base)) is not None:
-            yield Hop(wanted, "delta", chain[0].base), delta
-        else:
-            yield from ((hop, None) for hop in chain)
 
     def _whole(self, manifest: Manifest, lease: Lease) -> Held:
         entries = manifest.entries()
