@@ -117,7 +117,7 @@ class _Node:
         self._options = options
         self._id = f"{options.name}-{uuid.uuid4().hex[:12]}"
         self._client = DataflowClient(options.dataflow_url, options.token, give_up_s=min(RETRY_S, options.give_up_s))
-        self._weight_client = WeightClient(options.token, wait_s=ANNOUNCED_WAIT_S)
+        self._weight_client = WeightClient(options.token, wait_s=ANNOUNCED_WAIT_S, spool=options.cache / "spool")
         self._weights: dict[str, Weights] = {}
         self._reach = Reach(min(FIRST_ANSWER_S, options.give_up_s))
         self._committer = Committer(self._client.commit, self._reach)

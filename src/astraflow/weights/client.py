@@ -18,6 +18,7 @@ from astraflow.errors import AstraFlowError, ProtocolMismatch, Unauthorized, Wei
 from astraflow.types import WeightVersion
 from astraflow.weights.fetch.http import HttpReader
 from astraflow.weights.fetch.route import Counts, Held, Reader, bring, retry, verified
+from astraflow.weights.fetch.spool import sweep
 from astraflow.weights.manifest import Manifest
 from astraflow.weights.store import FileStore
 from astraflow.wire.client import HttpClient
@@ -57,9 +58,14 @@ class WeightClient:
     """Thread-safe. `counts` only grow: fetches, bytes, retries, torn_parts, deltas, refused_deltas, failed_stores."""
 
     def __init__(
-        self, token: str | None = None, *, timeout_s: float = 30.0, give_up_s: float = 5.0, wait_s: float = 0.0
-    ) -> None:
-        """`wait_s`: how long a store may let us wait for a version that was announced and is not there yet."""
+        self, token: str | None = None, *, timeout_s: float = 30.0, give_up_s: float = 5.0, wait_s: float = 0.0,
+        spool: Path | None = None,
+    ) -> None:  # fmt: skip
+        """`wait_s`: how long a store may let us wait for a version that was announced and is not there yet. `spool`:
+        directory for large parts while they come over HTTP; a process that starts again goes on with them."""
+        self._spool = spool
+        if spool is not None:
+            sweep(spool)
         self._token, self._timeout_s, self._give_up_s, self._wait_s = token, timeout_s, give_up_s, wait_s
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -130,7 +136,10 @@ class WeightClient:
             return _local_store(unquote(parts.path), parse_qs(parts.query).get("store", [""])[0], wanted)
         if parts.scheme in ("http", "https"):
             client = self._client(f"{parts.scheme}://{parts.netloc}")
-            return HttpReader(client, parts.path.rstrip("/"), wanted.policy, self._closed, self._count_retry)
+            return HttpReader(
+                client, parts.path.rstrip("/"), wanted.policy, spool=self._spool, closed=self._closed,
+                on_retry=self._count_retry,
+            )  # fmt: skip
         raise WeightError("url", url, "must start with file:// or http://", "give the URL that the trainer announced")
 
     def _fetch_files(self, reader: Reader, manifest: Manifest) -> dict[str, bytes]:

@@ -24,6 +24,7 @@ DTYPES = {
 """Safetensors dtype code -> (torch name, bytes per element)."""
 
 _POLICY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+_HEX = re.compile(r"[0-9a-f]+")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
@@ -149,6 +150,10 @@ def _check(manifest: Manifest, where: str) -> None:
             raise _torn(where, f"names a file {name!r} that is not a plain name")
     if len(set(names)) != len(names):
         raise _torn(where, "names a file twice")
+    described: list[TensorEntry | Part | FileEntry] = [*manifest.tensors, *manifest.parts, *changes, *manifest.files]
+    for item in described:
+        if not _HEX.fullmatch(item.xxh3):
+            raise _torn(where, f"gives {item.name} the checksum {item.xxh3!r}")
     for entry in manifest.tensors:
         if entry.dtype not in DTYPES or min(entry.shape, default=0) < 0:
             raise _torn(where, f"describes {entry.name} as {entry.dtype} {entry.shape}")

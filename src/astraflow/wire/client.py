@@ -95,8 +95,13 @@ class HttpClient:
         """Status (200, 204 or 206), the body in one buffer, and the headers (names in lower case)."""
         return self._send(method, path, _json(body), "application/json", wait_s, headers)
 
-    def download(self, path: str, target: memoryview, offset: int = 0) -> int:
-        """Read `path` from byte `offset` into `target[offset:]`; returns the bytes filled so far (short when cut)."""
+    def download(
+        self, path: str, target: memoryview, offset: int = 0, on_piece: Callable[[int], None] | None = None
+    ) -> int:
+        """Read `path` from byte `offset` into `target[offset:]`; returns the bytes filled so far (short when cut).
+
+        `on_piece`: told the bytes filled, after each piece.
+        """
         headers = {**self._headers, "range": f"bytes={offset}-"} if offset else self._headers
         connection = None
         try:
@@ -110,6 +115,8 @@ class HttpClient:
                 if not count:
                     break
                 offset += count
+                if on_piece is not None:
+                    on_piece(offset)
         except OSError:  # a cut body gives the bytes that came, not an error
             if connection is None:
                 raise Unreachable(

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import os
 import socketserver
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from astraflow.testing.weights import make_tensors, same_bits, serving_weights
 from astraflow.types import WeightVersion
 from astraflow.weights.client import WeightClient
 from astraflow.weights.fetch import http as http_reader
+from astraflow.weights.fetch.spool import Spooled
 from astraflow.weights.manifest import MANIFEST
 from astraflow.weights.store import FileStore
 
@@ -149,6 +152,45 @@ def test_a_download_that_never_goes_on_is_given_up(published: FileStore, client:
     with faulty(faults) as url, pytest.raises(WeightError, match="could not be fetched from any store"):
         client.fetch(WeightVersion("actor", 3, (url,)))
     assert len(faults.ranges) < 10
+
+
+def test_what_a_reader_had_of_a_part_is_not_fetched_again_by_the_next_process(
+    published: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_reader, "MIN_BYTES", 0)
+    monkeypatch.setattr(http_reader, "_PAUSE_S", 0.0)
+    wanted = partial(WeightVersion, "actor", 3)
+    faults = Faults(published.directory)
+    faults.cut_at = [700] + [0] * 50
+    with faulty(faults) as url:
+        with pytest.raises(WeightError):
+            WeightClient(give_up_s=0.3, spool=tmp_path / "spool").fetch(wanted((url,)))
+        faults.cut_at.clear()
+        faults.ranges.clear()
+        fetched = WeightClient(spool=tmp_path / "spool").fetch(wanted((url,)))
+    assert faults.ranges == ["bytes=700-"]
+    assert same_bits(fetched.tensors, make_tensors())
+    assert list((tmp_path / "spool").iterdir()) == []
+    fetched.tensors["layer.0.weight"].zero_()
+
+
+def test_two_readers_of_one_part_do_not_wait_for_each_other(
+    published: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_reader, "MIN_BYTES", 0)
+    part = published.manifest(3).parts[0]
+    faults = Faults(published.directory)
+    with faulty(faults) as url, Spooled(tmp_path / "spool", part.xxh3, part.nbytes):
+        fetched = WeightClient(spool=tmp_path / "spool").fetch(WeightVersion("actor", 3, (url,)))
+    assert same_bits(fetched.tensors, make_tensors())
+
+
+def test_what_nobody_came_back_for_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "old").touch()
+    (tmp_path / "new").touch()
+    os.utime(tmp_path / "old", (0, 0))
+    WeightClient(spool=tmp_path).close()
+    assert [item.name for item in tmp_path.iterdir()] == ["new"]
 
 
 def test_a_torn_part_is_fetched_again(published: FileStore, client: WeightClient) -> None:

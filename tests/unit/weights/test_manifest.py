@@ -59,6 +59,7 @@ def test_a_half_written_manifest_is_torn(length: int) -> None:
         {"delta": Delta(2, (FileEntry("model.safetensors", 5, "03"),))},
         {"delta": Delta(2, (FileEntry("../delta.bin", 5, "03"),))},
         {"tensors": example().tensors * 2},
+        {"files": (FileEntry("config.json", 5, "../03"),)},
         {"parts": ()},
         {"parts": (Part("m.safetensors", 70, "02", (Placement("a", 64, 12), Placement("b", 76, 4))),)},
         {"parts": (Part("m.safetensors", 100, "02", (Placement("a", -4, 12), Placement("b", 76, 4))),)},

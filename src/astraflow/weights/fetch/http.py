@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import numpy as np
 from astraflow.errors import Unreachable, WeightError, WireError
 from astraflow.weights.app import Listing
 from astraflow.weights.fetch.route import TRIES, Lease
+from astraflow.weights.fetch.spool import MIN_BYTES, Spooled
 from astraflow.weights.manifest import MANIFEST, Delta, FileEntry, Manifest, Part, read_manifest
 from astraflow.weights.plan import VersionInfo
 from astraflow.wire.client import HttpClient
@@ -27,13 +29,16 @@ class _ServersLease:
 
 
 class HttpReader:
-    """`path`: of the policy below the server's root. `closed`: ends waits. `on_retry`: a cut download goes on."""
+    """The versions of one policy below `path` of a server."""
 
     def __init__(
-        self, client: HttpClient, path: str, policy: str, closed: threading.Event, on_retry: Callable[[], None]
-    ) -> None:
-        self._client, self._path, self._policy = client, path, policy
-        self._closed, self._on_retry = closed, on_retry
+        self, client: HttpClient, path: str, policy: str, *, spool: Path | None = None,
+        closed: threading.Event | None = None, on_retry: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """`spool`: directory where large parts lie while they come. `closed`: ends waits. `on_retry`: a cut download
+        goes on."""
+        self._client, self._path, self._policy, self._spool = client, path, policy, spool
+        self._closed, self._on_retry = closed or threading.Event(), on_retry
 
     def infos(self) -> dict[int, VersionInfo]:
         """What can be fetched."""
@@ -49,14 +54,25 @@ class HttpReader:
         return read_manifest(payload, self._policy, version, f"{self._client.base_url}{path}")
 
     def read(self, version: int, entry: Part | FileEntry) -> Any:
-        """All bytes of a part in one buffer, going on where a cut download ended."""
+        """All bytes of a part in one buffer, going on where a cut download ended, also one of a process that died."""
         path = f"{self._path}/{version}/{entry.name}"
+        if self._spool is not None and entry.nbytes >= MIN_BYTES:
+            with contextlib.suppress(BlockingIOError), Spooled(self._spool, entry.xxh3, entry.nbytes) as spooled:
+                self._download(path, entry, spooled.target, spooled.filled, spooled.fill)
+                return spooled.take()
         target = np.empty(entry.nbytes, np.uint8).data  # not zeroed: saves a pass over all bytes
-        filled, tries = 0, 0
+        self._download(path, entry, target)
+        return target
+
+    def _download(
+        self, path: str, entry: Part | FileEntry, target: memoryview, filled: int = 0,
+        on_piece: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        tries = 0
         while filled < entry.nbytes:
             before = filled
             try:
-                filled = self._client.download(path, target, filled)
+                filled = self._client.download(path, target, filled, on_piece)
             except Unreachable:
                 if tries + 1 >= TRIES:
                     raise
@@ -69,7 +85,6 @@ class HttpReader:
                         "check the connection and the disk of the store",
                     )  # fmt: skip
                 self._closed.wait(_PAUSE_S * tries)
-        return target
 
     def merged(self, version: int, base: int) -> Delta | None:
         """One delta from `base` to `version`; None: a store that does not merge."""

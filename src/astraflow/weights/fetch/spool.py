@@ -1,0 +1,76 @@
+"""Downloads that survive their process: what a killed reader had of a part is there when it starts again.
+
+A part is written to `<directory>/<checksum of the part>`, through a shared mapping, so that every byte that came is in
+the file when the process is killed. The last 8 bytes count those bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+MIN_BYTES = 1 << 20
+"""A smaller part is quicker fetched again than looked after."""
+
+_COUNT = 8
+_STALE_S = 24 * 3600.0
+
+
+class Spooled:
+    """One part on its way. `target`: its bytes; `filled`: how many of them are there."""
+
+    def __init__(self, directory: Path, checksum: str, nbytes: int) -> None:
+        """Raises: BlockingIOError: another process fetches the same part. OSError: a full disk."""
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._path = directory / checksum
+        self._nbytes = nbytes
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self._fd).st_size != nbytes + _COUNT:
+                os.ftruncate(self._fd, 0)
+                if sys.platform == "darwin":
+                    os.ftruncate(self._fd, nbytes + _COUNT)
+                else:
+                    os.posix_fallocate(self._fd, 0, nbytes + _COUNT)  # a full disk is said here, not by a fault later
+            self._map = mmap.mmap(self._fd, nbytes + _COUNT)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.target = memoryview(self._map)[:nbytes]
+        self.filled = min(int.from_bytes(self._map[nbytes:], "little"), nbytes)
+
+    def fill(self, filled: int) -> None:
+        """So many bytes are there."""
+        self._map[self._nbytes :] = filled.to_bytes(_COUNT, "little")
+        self.filled = filled
+
+    def take(self) -> mmap.mmap:
+        """The finished part as a private (copy-on-write) mapping; its file is gone with the last use of that."""
+        private = mmap.mmap(self._fd, self._nbytes, access=mmap.ACCESS_COPY)
+        self._path.unlink(missing_ok=True)
+        return private
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.target.release()
+        self._map.close()
+        os.close(self._fd)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what nobody came back for within a day."""
+    with contextlib.suppress(FileNotFoundError):
+        for item in list(os.scandir(directory)):
+            with contextlib.suppress(FileNotFoundError):
+                if item.stat().st_mtime < time.time() - _STALE_S:
+                    os.unlink(item.path)
