@@ -112,6 +112,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Equal tensors and files, however they are packed into parts."""
         return _content(self) == _content(other)
 
+    def all_entries(self) -> list[Part | FileEntry]:
+        """All files of the version but the manifest itself."""
+        changes = () if self.delta is None else self.delta.parts
+        return [*self.parts, *changes, *self.files]
+
     def entries(self) -> dict[str, TensorEntry]:
         """Tensor name -> entry."""
         return {entry.name: entry for entry in self.tensors}
@@ -143,14 +148,13 @@ def read_manifest(payload: bytes | memoryview, policy: str, version: int, where:
 
 def _check(manifest: Manifest, where: str) -> None:
     delta = manifest.delta
-    changes = () if delta is None else delta.parts
-    names = [*(part.name for part in manifest.parts), *(file.name for file in (*changes, *manifest.files))]
+    names = [entry.name for entry in manifest.all_entries()]
     for name in names:
         if not is_file_name(name):
             raise _torn(where, f"names a file {name!r} that is not a plain name")
     if len(set(names)) != len(names):
         raise _torn(where, "names a file twice")
-    described: list[TensorEntry | Part | FileEntry] = [*manifest.tensors, *manifest.parts, *changes, *manifest.files]
+    described: list[TensorEntry | Part | FileEntry] = [*manifest.tensors, *manifest.all_entries()]
     for item in described:
         if not _HEX.fullmatch(item.xxh3):
             raise _torn(where, f"gives {item.name} the checksum {item.xxh3!r}")

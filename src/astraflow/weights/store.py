@@ -12,24 +12,25 @@ parts; they are made when a reader asks, and can be made again.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
+
 from astraflow.errors import WeightError
 from astraflow.types import WeightVersion
-from astraflow.weights.fetch.route import bring
-from astraflow.weights.files.build import Base, Building, merge_into
-from astraflow.weights.files.layout import sync_directory
-from astraflow.weights.files.leases import ReaderLease, reading, retiring
+from astraflow.weights.fetch.route import bring, verified
+from astraflow.weights.files.build import Base, Building, merge_into, read_files
+from astraflow.weights.files.layout import sync_directory, write_file
+from astraflow.weights.files.leases import ReaderLease, publishing, reading, retiring
 from astraflow.weights.manifest import (
     MANIFEST,
     Delta,
@@ -37,14 +38,11 @@ from astraflow.weights.manifest import (
     Manifest,
     Part,
     TornPart,
-    is_file_name,
     is_policy_name,
     read_manifest,
 )
 from astraflow.weights.plan import VersionInfo, cheapest, full_is_due, retained
 from astraflow.weights.tensors import checksum, raw_tensors
-
-_LOCK_WAIT_S = 30.0
 
 
 class FileStore:
@@ -199,7 +197,7 @@ class FileStore:
         if version < 0:
             raise WeightError("version", version, "must be >= 0", "number versions from 0, one per step")
         raw = raw_tensors(tensors)
-        contents = _read_files(files)
+        contents = read_files(files)
         with self._locked():
             try:
                 self._sweep()
@@ -208,10 +206,45 @@ class FileStore:
                     self._build(building, tensors, base)
                 self._retire()
             except OSError as error:
-                raise WeightError(
-                    f"version {version}", str(self.directory), f"cannot be written ({error.strerror})",
-                    "free disk space or lower weights.keep; earlier versions are as they were",
-                ) from error  # fmt: skip
+                raise self._unwritable(version, error) from error
+
+    def adopt(self, manifest: Manifest, read: Callable[[Part | FileEntry], Any]) -> None:
+        """Make a version of another store visible here too, with the parts that `manifest` names; `read` gives their
+        bytes. A version that is here already gets the parts that it lacks.
+
+        Raises: WeightError: a full disk. TornPart: bytes that are not those that were published.
+        """
+        version = manifest.version
+        with self._locked():
+            try:
+                self._sweep()
+                here = self.manifest(version) if version in self.versions() and self._is_whole(version) else None
+                place = self._temporary(version)
+                place.mkdir()
+                for entry in _new_entries(manifest, here):
+                    write_file(place / entry.name, [memoryview(verified(read(entry), entry))], sync=self.durable)
+                if here is not None:
+                    manifest = msgspec.structs.replace(
+                        manifest, parts=manifest.parts or here.parts, delta=manifest.delta or here.delta
+                    )
+                write_file(place / MANIFEST, [memoryview(msgspec.json.encode(manifest))], sync=self.durable)
+                self._show(place, version, merge=here is not None)
+                self._retire()
+            except OSError as error:
+                raise self._unwritable(version, error) from error
+
+    def _show(self, place: Path, version: int, *, merge: bool) -> None:
+        """What was built becomes visible at once: as a version, or as further parts of one by its new manifest."""
+        target = self.directory / str(version)
+        if merge:
+            for item in sorted(place.iterdir(), key=lambda path: path.name == MANIFEST):
+                os.rename(item, target / item.name)
+            place.rmdir()
+            self._known.pop(version, None)
+        else:
+            os.rename(place, target)
+        if self.durable:
+            sync_directory(self.directory)
 
     def _exists(self, content: Manifest, keep_existing: bool) -> bool:
         version = content.version
@@ -241,12 +274,10 @@ class FileStore:
                 building.write_full(place)
             previous = self.directory / str(older[-1]) if older else None
             building.close(place, previous, older[-1] if older else -1, delta)
-            os.rename(place, self.directory / str(version))
+            self._show(place, version, merge=False)
         except BaseException:
             shutil.rmtree(place, ignore_errors=True)
             raise
-        if self.durable:
-            sync_directory(self.directory)
 
     def _holds(self, base: Base) -> bool:
         """Whether the store has exactly this content under its version (after a crash it may have an earlier one)."""
@@ -258,10 +289,7 @@ class FileStore:
         directory = self.directory / str(version)
         try:
             manifest = self.manifest(version)
-            changes = () if manifest.delta is None else manifest.delta.parts
-            sizes = [(part.name, part.nbytes) for part in manifest.parts]
-            sizes += [(file.name, file.nbytes) for file in (*changes, *manifest.files)]
-            whole = all((directory / name).stat().st_size == nbytes for name, nbytes in sizes)
+            whole = all((directory / e.name).stat().st_size == e.nbytes for e in manifest.all_entries())
         except (WeightError, FileNotFoundError):
             whole = False
         if not whole:
@@ -293,30 +321,16 @@ class FileStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """The publishers' lock: it dies with its process. flock has no deadline of its own, hence the polling."""
-        with self._thread_lock:
-            try:
-                (self.directory / ".readers").mkdir(parents=True, exist_ok=True)
-                fd = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-            except OSError as error:
-                raise WeightError(
-                    "weights directory", str(self.directory), f"cannot be written ({error.strerror})",
-                    "choose another run.directory",
-                ) from error  # fmt: skip
-            try:
-                deadline = time.monotonic() + _LOCK_WAIT_S
-                while not _try_lock(fd):
-                    if time.monotonic() > deadline:
-                        raise WeightError(
-                            "weights lock", str(self.directory / ".lock"), f"was held for {_LOCK_WAIT_S:.0f} s",
-                            "another trainer of this policy is publishing or hangs; end it",
-                        )  # fmt: skip
-                    time.sleep(0.01)
-                if not self.store_id:
-                    (self.directory / ".id").write_text(uuid.uuid4().hex)
-                yield
-            finally:
-                os.close(fd)
+        with self._thread_lock, publishing(self.directory):
+            if not self.store_id:
+                (self.directory / ".id").write_text(uuid.uuid4().hex)
+            yield
+
+    def _unwritable(self, version: int, error: OSError) -> WeightError:
+        return WeightError(
+            f"version {version}", str(self.directory), f"cannot be written ({error.strerror})",
+            "free disk space or lower weights.keep; earlier versions are as they were",
+        )  # fmt: skip
 
     def _missing(self, version: int, error: OSError) -> WeightError:
         versions = self.versions()
@@ -325,6 +339,13 @@ class FileStore:
             f"{self.policy} version", version, f"is not in {self.directory} ({error.strerror})",
             f"{have}; fetch the newest, or raise weights.keep",
         )  # fmt: skip
+
+
+def _new_entries(manifest: Manifest, here: Manifest | None) -> list[Part | FileEntry]:
+    have: set[str] = set()
+    if here is not None:
+        have = {entry.name for entry in here.all_entries()}
+    return [entry for entry in manifest.all_entries() if entry.name not in have]
 
 
 def _since_full(infos: Mapping[int, VersionInfo], version: int) -> list[VersionInfo]:
@@ -336,27 +357,3 @@ def _since_full(infos: Mapping[int, VersionInfo], version: int) -> list[VersionI
             return chain
         version = info.base
     return []
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _read_files(files: Iterable[Path]) -> dict[str, bytes]:
-    contents: dict[str, bytes] = {}
-    for path in files:
-        if not is_file_name(path.name) or path.name == MANIFEST or path.name.endswith(".safetensors"):
-            raise WeightError("file", str(path), "cannot lie beside weights", "give config and tokenizer files only")
-        if path.name in contents:
-            raise WeightError("file", str(path), "is given twice", "give each file name once")
-        try:
-            contents[path.name] = path.read_bytes()
-        except OSError as error:
-            raise WeightError(
-                "file", str(path), f"cannot be read ({error.strerror})", "give an existing file"
-            ) from error
-    return contents

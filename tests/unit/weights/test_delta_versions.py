@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,23 @@ def test_nothing_waits_for_a_version_that_is_gone(tmp_path: Path) -> None:
     store.publish(1, model(1))
     with pytest.raises(WeightError, match="is not in"):
         store.manifest(0, wait_s=60.0)
+
+
+def test_a_version_of_another_store_is_adopted_as_it_travels(chain: FileStore, tmp_path: Path) -> None:
+    relay = FileStore(tmp_path / "relay", "actor")
+    for version in (0, 1, 2):
+        relay.adopt(chain.manifest(version), partial(chain.read, version))
+    assert kinds(relay) == {0: "f", 1: "d", 2: "d"}
+    assert same_bits(relay.fetch(2), model(2))
+    full = FileStore(tmp_path / "full", "actor")
+    full.publish(2, model(2))
+    relay.adopt(full.manifest(2), partial(full.read, 2))  # later, what it lacked
+    assert kinds(relay) == {0: "f", 1: "d", 2: "fd"}
+    assert same_bits(relay.fetch(2), model(2))
+
+
+def test_what_is_adopted_is_verified(chain: FileStore, tmp_path: Path) -> None:
+    relay = FileStore(tmp_path / "relay", "actor")
+    with pytest.raises(WeightError, match="checksum"):
+        relay.adopt(chain.manifest(0), lambda entry: bytes(entry.nbytes))
+    assert relay.versions() == []

@@ -193,7 +193,7 @@ def retry(action: Callable[[], R], counts: Counts | None = None) -> R:
     return action()
 
 
-def verified(buffer: Any, entry: FileEntry) -> Any:
+def verified(buffer: Any, entry: Part | FileEntry) -> Any:
     """`buffer`, if its checksum is that of `entry`. Raises: TornPart."""
     if (got := checksum(buffer)) != entry.xxh3:
         raise TornPart(f"checksum of {entry.name}", got, f"must be {entry.xxh3}", "fetch it again")

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from astraflow.errors import WeightError
 from astraflow.weights.delta.merge import merge
 from astraflow.weights.files.layout import index_json, plan_parts, sync_directory, write_file, write_part
-from astraflow.weights.manifest import MANIFEST, Delta, FileEntry, Manifest, Part, TensorEntry
+from astraflow.weights.manifest import MANIFEST, Delta, FileEntry, Manifest, Part, TensorEntry, is_file_name
 from astraflow.weights.tensors import checksum
 
 MIN_UNCHANGED = 0.5
@@ -118,3 +119,20 @@ def _place_file(path: Path, content: bytes, previous: Path | None, *, sync: bool
                 os.link(before, path)
                 return
     write_file(path, [memoryview(content)], sync=sync)
+
+
+def read_files(files: Iterable[Path]) -> dict[str, bytes]:
+    """Config and tokenizer files by name. Raises: WeightError: one that cannot lie beside weights."""
+    contents: dict[str, bytes] = {}
+    for path in files:
+        if not is_file_name(path.name) or path.name == MANIFEST or path.name.endswith(".safetensors"):
+            raise WeightError("file", str(path), "cannot lie beside weights", "give config and tokenizer files only")
+        if path.name in contents:
+            raise WeightError("file", str(path), "is given twice", "give each file name once")
+        try:
+            contents[path.name] = path.read_bytes()
+        except OSError as error:
+            raise WeightError(
+                "file", str(path), f"cannot be read ({error.strerror})", "give an existing file"
+            ) from error
+    return contents

@@ -1,4 +1,4 @@
-"""Reader leases: small files that keep a version from being deleted while somebody reads it.
+"""Who uses a policy's directory: readers, whose leases keep a version from being deleted, and one publisher at a time.
 
 A lease is `.readers/<version>.<unique>` whose modification time is its deadline, so that of a dead reader runs out.
 Taking a lease and retiring versions exclude each other by a file lock, so what has a lease is there until it ends.
@@ -14,7 +14,10 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from astraflow.errors import WeightError
+
 LEASE_S = 60.0
+LOCK_WAIT_S = 30.0
 
 
 def _folder(policy_dir: Path) -> Path:
@@ -91,3 +94,41 @@ def _lock(folder: Path, operation: int) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def publishing(policy_dir: Path) -> Iterator[None]:
+    """The publishers' lock: one at a time; it dies with its process.
+
+    Raises: WeightError: the directory cannot be written, or the lock was held for LOCK_WAIT_S.
+    """
+    try:
+        _folder(policy_dir).mkdir(parents=True, exist_ok=True)
+        fd = os.open(policy_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise WeightError(
+            "weights directory",
+            str(policy_dir),
+            f"cannot be written ({error.strerror})",
+            "choose another run.directory",
+        ) from error
+    try:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while not _try_lock(fd):  # flock has no deadline of its own
+            if time.monotonic() > deadline:
+                raise WeightError(
+                    "weights lock", str(policy_dir / ".lock"), f"was held for {LOCK_WAIT_S:.0f} s",
+                    "another trainer of this policy is publishing or hangs; end it",
+                )  # fmt: skip
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
