@@ -16,6 +16,7 @@ from astraflow.errors import WeightError
 from astraflow.weights.plan import VersionInfo
 
 MANIFEST = "manifest.json"
+INDEX = "model.safetensors.index.json"  # by which Hugging Face loaders find tensors in several files
 DTYPES = {
     "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
     "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1),
@@ -124,7 +125,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 def _content(manifest: Manifest) -> tuple[frozenset[TensorEntry], frozenset[FileEntry]]:
     # The index file only names the parts, and the packing of equal content may change between releases.
-    files = frozenset(f for f in manifest.files if not f.name.endswith(".index.json"))
+    files = frozenset(f for f in manifest.files if f.name != INDEX)
     return frozenset(manifest.tensors), files
 
 

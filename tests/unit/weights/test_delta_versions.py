@@ -15,10 +15,13 @@ from astraflow.errors import WeightError
 from astraflow.testing.weights import same_bits, serving_weights
 from astraflow.types import WeightVersion
 from astraflow.weights.client import WeightClient
+from astraflow.weights.fetch.copy import add_tensors, copy_version
+from astraflow.weights.fetch.http import HttpReader
 from astraflow.weights.fetch.route import Counts, Held, bring
 from astraflow.weights.files.build import Base
 from astraflow.weights.manifest import MANIFEST
 from astraflow.weights.store import FileStore
+from astraflow.wire.client import HttpClient
 
 Tensors = dict[str, torch.Tensor]
 
@@ -207,3 +210,31 @@ def test_what_is_adopted_is_verified(chain: FileStore, tmp_path: Path) -> None:
     with pytest.raises(WeightError, match="checksum"):
         relay.adopt(chain.manifest(0), lambda entry: bytes(entry.nbytes))
     assert relay.versions() == []
+
+
+def test_a_relay_copies_what_it_lacks_and_serves_it(chain: FileStore, tmp_path: Path) -> None:
+    relay = FileStore(tmp_path / "relay", "actor")
+    with serving_weights(chain.directory.parent) as url:
+        reader = HttpReader(HttpClient(url, None), "/weights/actor", "actor")
+        copy_version(reader, relay, 1)
+        copy_version(reader, relay, 2)
+        copy_version(reader, relay, 6)  # one delta, merged of four
+    assert kinds(relay) == {0: "f", 1: "d", 2: "d", 6: "d"}
+    assert relay.infos()[6].base == 2
+    held = bring(relay, None, 2)
+    assert same_bits(bring(relay, held, 6).tensors, model(6))
+    assert same_bits(relay.fetch(6), model(6))
+
+
+def test_a_relay_gets_the_tensors_of_a_version_later(tmp_path: Path) -> None:
+    trainer, relay = (
+        FileStore(tmp_path / "trainer", "actor", full_every=2),
+        FileStore(tmp_path / "relay", "actor", keep=1),
+    )
+    publish(trainer, range(3))
+    for version in range(3):
+        copy_version(trainer, relay, version)
+    assert kinds(relay) == {0: "f", 1: "d", 2: "d"}
+    add_tensors(trainer, relay, 2)
+    assert kinds(relay) == {2: "fd"}
+    assert same_bits(relay.fetch(2), model(2))

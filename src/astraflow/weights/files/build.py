@@ -14,7 +14,7 @@ import msgspec
 from astraflow.errors import WeightError
 from astraflow.weights.delta.merge import merge
 from astraflow.weights.files.layout import index_json, plan_parts, sync_directory, write_file, write_part
-from astraflow.weights.manifest import MANIFEST, Delta, FileEntry, Manifest, Part, TensorEntry, is_file_name
+from astraflow.weights.manifest import INDEX, MANIFEST, Delta, FileEntry, Manifest, Part, TensorEntry, is_file_name
 from astraflow.weights.tensors import checksum
 
 MIN_UNCHANGED = 0.5
@@ -78,8 +78,8 @@ class Building:
         contents = dict(self._contents)
         if len(self._parts) > 1:
             index = index_json(self._planned)
-            contents["model.safetensors.index.json"] = index
-            files.append(FileEntry("model.safetensors.index.json", len(index), checksum(index)))
+            contents[INDEX] = index
+            files.append(FileEntry(INDEX, len(index), checksum(index)))
         for file in files:
             _place_file(place / file.name, contents[file.name], previous, sync=self._sync)
         manifest = msgspec.structs.replace(

@@ -1,0 +1,40 @@
+"""Versions from one store to another, as they travel: what a relay does. Knows no tensors and loads no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from astraflow.weights.fetch.route import Reader, retry, way
+from astraflow.weights.manifest import INDEX, Manifest
+from astraflow.weights.store import FileStore
+
+
+def copy_version(reader: Reader, store: FileStore, wanted: int, wait_s: float = 0.0) -> None:
+    """`wanted`, by the fewest bytes beside what `store` has, and visible there when this returns.
+
+    Waits up to `wait_s` for a version that is newer than all that `reader` has.
+    Raises: WeightError: `reader` has no way to it, or its bytes are not those that were published.
+    """
+    with reader.reading(wanted) as lease:
+        last = retry(lambda: reader.manifest(wanted, wait_s))
+        held = max((version for version in store.infos() if version <= wanted), default=-1)
+        for version, delta in way(reader, held, last):
+            lease.extend()
+            manifest = last if version == wanted else retry(lambda v=version: reader.manifest(v))  # type: ignore[misc]
+            if delta is None:
+                manifest = msgspec.structs.replace(manifest, delta=None)
+            else:
+                manifest = msgspec.structs.replace(_without_parts(manifest), delta=delta)
+            store.adopt(manifest, lambda entry, v=version: reader.read(v, entry))  # type: ignore[misc]
+
+
+def add_tensors(reader: Reader, store: FileStore, version: int) -> None:
+    """The full parts of a version that `store` has as a delta only, so that what comes before it may go."""
+    with reader.reading(version):
+        manifest = retry(lambda: reader.manifest(version))
+        store.adopt(msgspec.structs.replace(manifest, delta=None), lambda entry: reader.read(version, entry))
+
+
+def _without_parts(manifest: Manifest) -> Manifest:
+    files = tuple(file for file in manifest.files if file.name != INDEX)
+    return msgspec.structs.replace(manifest, parts=(), files=files)
