@@ -6,7 +6,7 @@ batches would not do: an algorithm that leaves out solved or hopeless tasks chan
 rollout is one episode of a group that was trained or dropped when the evaluated version was published; evaluation is
 not counted.
 
-    python -m benchmarks.bench_data_algorithms [--seeds 0,1] [--variants vanilla,+greso] [--level 0.75] [--limit 80000]
+    python -m benchmarks.bench_data_algorithms [--seeds 0,1] [--variants vanilla,+greso] [--level 0.85] [--limit 80000]
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--level", type=float, default=0.75, help="held-out reward at which a run ends")
+    parser.add_argument("--level", type=float, default=0.85, help="held-out reward at which a run ends")
     parser.add_argument("--limit", type=int, default=80_000, help="rollouts at which a run ends that did not reach it")
     args = parser.parse_args()
     names, target = args.variants.split(","), Target(args.level, args.limit)
