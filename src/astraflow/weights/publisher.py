@@ -58,8 +58,7 @@ class Publisher:
     def _publish(self, version: int, tensors: Mapping[str, Any], files: Iterable[Path]) -> None:
         begin = time.perf_counter()
         base, self._base = self._base, None
-        self.store.publish(version, tensors, files, keep_existing=True, base=base)
+        content = self.store.publish(version, tensors, files, keep_existing=True, base=base)
         if self._deltas:
-            entries = self.store.manifest(version).tensors
-            self._base = Base(version, tensors, {entry.name: entry.xxh3 for entry in entries})
+            self._base = Base(version, tensors, {entry.name: entry.xxh3 for entry in content.tensors})
         self.seconds += time.perf_counter() - begin

@@ -186,9 +186,10 @@ class FileStore:
     def publish(
         self, version: int, tensors: Mapping[str, Any], files: Iterable[Path] = (), *, keep_existing: bool = False,
         base: Base | None = None,
-    ) -> None:  # fmt: skip
+    ) -> Manifest:  # fmt: skip
         """Make `version` visible atomically. Publishing an existing version with equal content is a no-op.
 
+        Returns what was given, as a manifest without parts. It stays at least until the next publish, however old.
         Args: keep_existing: when other content is already there (a trainer that repeats a step after a crash), keep
         that and count it in `num_kept_existing`. base: an earlier version as it was published; the new one then travels
         as its changes when they are fewer bytes, and whole only when that is due.
@@ -204,9 +205,10 @@ class FileStore:
                 building = Building(self.policy, version, raw, contents, sync=self.durable)
                 if not self._exists(building.content, keep_existing):
                     self._build(building, tensors, base)
-                self._retire()
+                self._retire(version)
             except OSError as error:
                 raise self._unwritable(version, error) from error
+        return building.content
 
     def adopt(self, manifest: Manifest, read: Callable[[Part | FileEntry], Any]) -> None:
         """Make a version of another store visible here too, with the parts that `manifest` names; `read` gives their
@@ -229,7 +231,7 @@ class FileStore:
                     )
                 write_file(place / MANIFEST, [memoryview(msgspec.json.encode(manifest))], sync=self.durable)
                 self._show(place, version, merge=here is not None)
-                self._retire()
+                self._retire(version)
             except OSError as error:
                 raise self._unwritable(version, error) from error
 
@@ -299,13 +301,14 @@ class FileStore:
     def _temporary(self, version: int) -> Path:
         return self.directory / f".tmp-{version}-{uuid.uuid4().hex[:12]}"
 
-    def _retire(self) -> None:
+    def _retire(self, newest: int) -> None:
+        """`newest`: the one that just came; of a trainer that trains again, it is an old one."""
         infos = self.infos()
         if not self.keep or len(infos) <= self.keep:
             return
         gone: list[Path] = []
         with contextlib.suppress(BlockingIOError), retiring(self.directory) as read_now:
-            stay = retained(infos, self.keep, read_now | self._pinned)
+            stay = retained(infos, self.keep, read_now | self._pinned | {newest})
             for version in self.versions():
                 if version not in stay:
                     gone.append(self._temporary(version))

@@ -9,6 +9,7 @@ import pytest
 
 from astraflow.errors import WeightError
 from astraflow.testing.weights import make_tensors, same_bits
+from astraflow.weights.manifest import Manifest
 from astraflow.weights.publisher import Publisher
 from astraflow.weights.store import FileStore
 
@@ -20,9 +21,9 @@ class SlowStore(FileStore):
         super().__init__(root, "actor", durable=False)
         self.gate = threading.Semaphore(0)
 
-    def publish(self, *args: Any, **kwargs: Any) -> None:
+    def publish(self, *args: Any, **kwargs: Any) -> Manifest:
         self.gate.acquire()
-        super().publish(*args, **kwargs)
+        return super().publish(*args, **kwargs)
 
 
 @pytest.fixture
@@ -81,4 +82,20 @@ def test_what_could_not_be_published_is_said_at_the_next_call(store: FileStore) 
     publisher.submit(1, make_tensors(1))
     publisher.flush()
     assert store.versions() == [0, 1]
+    publisher.close()
+
+
+def test_a_trainer_that_trains_again_publishes_older_versions_than_the_store_has(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, "actor", keep=2)
+    tensors = make_tensors()
+    for version in (6, 7, 8):
+        store.publish(version, tensors)
+    publisher = Publisher(store)
+    publisher.submit(3, tensors)
+    publisher.flush()
+    assert store.versions() == [3, 7, 8]  # who resumes at 3 can fetch it
+    publisher.submit(4, tensors)
+    publisher.flush()
+    assert 4 in store.versions()
+    assert same_bits(store.fetch(4), tensors)
     publisher.close()
