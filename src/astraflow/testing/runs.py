@@ -6,6 +6,7 @@ run.wait_for_step(2); run.kill("trainer"); assert run.wait(60) == 0; run.summary
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -136,7 +137,8 @@ def children_of(pid: int) -> list[int]:
     """Processes that this one started (Linux)."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += [int(word) for word in task.read_text().split()]
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # that thread has just ended
+            found += [int(word) for word in task.read_text().split()]
     return found
 
 
