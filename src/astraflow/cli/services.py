@@ -1,4 +1,4 @@
-"""`astraflow dataflow`, `node`, `trainer`, `stage`: each service by hand, one command each, as the launcher does it."""
+"""`astraflow dataflow`, `node`, `trainer`, `stage`, `relay`: each service by hand, one command each."""
 
 from __future__ import annotations
 
@@ -119,6 +119,28 @@ def stage(
     token = read_token(token_file)
     setup_logging(f"stage-{name}", secrets=(token,))
     run_stage(dataflow, name, threads=threads, token=token)
+
+
+def relay(
+    dataflow: Url,
+    directory: Annotated[Path, typer.Option(help="Where versions are kept; a relay that starts again goes on there.")],
+    host: Annotated[str, typer.Option(help="Beyond loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free port.")] = 0,
+    url: Annotated[str, typer.Option(help="By which nodes reach this relay; default: as it listens.")] = "",
+    region: Annotated[str, typer.Option(help="A word for people.")] = "",
+    token_file: TokenFile = None,
+    parent: Parent = 0,
+) -> None:
+    """Fetch each version of the weights once and serve it to the nodes nearby; they find it by themselves."""
+    _tie(parent)
+    from astraflow.observe.logs import setup_logging
+    from astraflow.observe.process import stop_signals
+    from astraflow.weights.relay import RelayOptions, run_relay
+
+    token = read_token(token_file)
+    setup_logging("relay", secrets=(token,))
+    with stop_signals() as stop:
+        run_relay(dataflow, RelayOptions(directory.absolute(), host, port, url, region), token=token, stop=stop)
 
 
 def read_token(token_file: Path | None) -> str | None:

@@ -145,6 +145,10 @@ class DataflowClient:
         body = m.ConsumerAck(policy=header.policy, position=header.next)
         self._http.json("POST", f"/consumers/{consumer}/ack", body, m.Ok)
 
+    def relay(self, relay_id: str, relay: m.Relay) -> m.RelayReply:
+        """I serve weights; what there is to relay."""
+        return self._http.json("POST", f"/relays/{relay_id}", relay, m.RelayReply)
+
     def status(self) -> dict[str, Any]:
         """What `/status` shows."""
         return self._http.json("GET", "/status", None, dict[str, Any])

@@ -25,9 +25,10 @@ from starlette.routing import Route
 
 from astraflow.config.schema import RunConfig
 from astraflow.contracts import Source
-from astraflow.dataflow.endpoints.asking import check_alive, deadline_in, drop_damaged, refusals, wait_for
+from astraflow.dataflow.endpoints.asking import check_alive, check_run, deadline_in, drop_damaged, refusals, wait_for
 from astraflow.dataflow.endpoints.consumers import ConsumerEndpoints
 from astraflow.dataflow.endpoints.refused import Refused
+from astraflow.dataflow.endpoints.relays import Relays
 from astraflow.dataflow.endpoints.stages import StageEndpoints
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.queues import batch_id
@@ -64,6 +65,7 @@ class _Endpoints:
 
     def __init__(self, shell: Shell, refused: Refused) -> None:
         self._shell, self._machine, self._refused = shell, shell.machine, refused
+        self._relays = Relays(shell)
 
     def routes(self) -> list[Route]:
         return [
@@ -80,6 +82,7 @@ class _Endpoints:
             Route("/policies/{policy}/checkpoints", self.checkpoint, methods=["POST"]),
             *StageEndpoints(self._shell).routes(),
             *ConsumerEndpoints(self._shell).routes(),
+            *self._relays.routes(),
             Route("/status", self.status),
             Route("/metrics", self.prometheus),
             Route("/events", self.events),
@@ -93,9 +96,9 @@ class _Endpoints:
 
     async def join(self, request: Request) -> Response:
         body = await read_json(request, m.Join)
-        self._check_run(body.run_id)
+        check_run(self._shell, body.run_id)
         await self._shell.submit(c.JoinNode(body))
-        return json_reply(m.JoinReply(self._shell.config.dataflow.heartbeat_s, self._machine.leases.versions()))
+        return json_reply(m.JoinReply(self._shell.config.dataflow.heartbeat_s, self._relays.versions()))
 
     async def heartbeat(self, request: Request) -> Response:
         node_id = request.path_params["node_id"]
@@ -105,7 +108,7 @@ class _Endpoints:
             cancelled = leases.unwanted(node_id, body.playing)
         seen = self._machine.live.hear_node(node_id, self._shell.now())
         seen.stats, seen.versions = body.stats, body.versions
-        return json_reply(m.HeartbeatReply(leases.versions(), cancelled, self._machine.finished))
+        return json_reply(m.HeartbeatReply(self._relays.versions(), cancelled, self._machine.finished))
 
     async def drain(self, request: Request) -> Response:
         await self._shell.submit(c.DrainNode(request.path_params["node_id"]))
@@ -128,7 +131,7 @@ class _Endpoints:
                     continue  # one command looks at so many rows and no more: go on where it stopped
             if given or self._machine.finished or not await wait_for(self._shell, "leases", deadline):
                 break
-        return json_reply(m.LeaseReply(given, leases.versions(), self._machine.finished))
+        return json_reply(m.LeaseReply(given, self._relays.versions(), self._machine.finished))
 
     async def commit(self, request: Request) -> Response:
         with await read_stream_body(request) as body:
@@ -142,7 +145,7 @@ class _Endpoints:
 
     async def resume(self, request: Request) -> Response:
         body = await read_json(request, m.Resume)
-        self._check_run(body.run_id)
+        check_run(self._shell, body.run_id)
         return json_reply(await self._shell.submit(c.ResumePolicy(request.path_params["policy"], body)))
 
     async def trainer_heartbeat(self, request: Request) -> Response:
@@ -246,13 +249,6 @@ class _Endpoints:
         name = request.path_params["policy"]
         with refusals():
             return name, self._machine.queues.current(name, trainer_id)
-
-    def _check_run(self, run_id: str) -> None:
-        if run_id != self._shell.run_id:
-            raise HttpError(
-                409, f"run_id={run_id} is not this run ({self._shell.run_id}); start the process for this run again",
-                "DataflowError", reason="other_run",
-            )  # fmt: skip
 
 
 def create_dataflow_app(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -16,6 +17,8 @@ import msgspec
 
 from astraflow.errors import AstraFlowError, ProtocolMismatch, Unauthorized, WeightError, WireError
 from astraflow.types import WeightVersion
+from astraflow.weights.fetch.choose import Chooser
+from astraflow.weights.fetch.copy import add_tensors, copy_version
 from astraflow.weights.fetch.http import HttpReader
 from astraflow.weights.fetch.route import Counts, Held, Reader, bring, retry, verified
 from astraflow.weights.fetch.spool import sweep
@@ -70,6 +73,7 @@ class WeightClient:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._http: dict[str, HttpClient] = {}
+        self._chooser = Chooser(self._probe)
         self._files: dict[str, bytes] = {}  # by checksum: equal in nearly every version
         self.counts = {
             "fetches": 0, "bytes": 0, "retries": 0, "torn_parts": 0, "deltas": 0, "refused_deltas": 0,
@@ -77,7 +81,7 @@ class WeightClient:
         }  # fmt: skip
 
     def fetch(self, wanted: WeightVersion, held: Fetched | None = None) -> Fetched:
-        """The tensors and files of `wanted`, from the first of its stores that has them.
+        """The tensors and files of `wanted`, from the fastest of its stores that has them (this host's disk first).
 
         Args: held: an earlier version of the same policy; where a store has the changes since, they are made in place.
         After an error it can be given again.
@@ -88,10 +92,11 @@ class WeightClient:
                 f"{wanted.policy} version", wanted.version, "has not been published", "wait until the trainer publishes"
             )
         failures: list[tuple[str, AstraFlowError]] = []
-        for url in wanted.urls:
+        for url in self._chooser.order(wanted.urls):
             try:
                 fetched = self._fetch_from(url, wanted, None if held is None else held.held)
             except (WeightError, WireError) as error:
+                self._chooser.failed(url)
                 self._count("failed_stores")
                 logger.warning("weights of %s %d: %s failed: %s", wanted.policy, wanted.version, url, error)
                 failures.append((url, error))
@@ -109,6 +114,34 @@ class WeightClient:
             "check that the trainer runs and that [weights] host is reachable from here",
         )  # fmt: skip
 
+    def copy(self, wanted: WeightVersion, store: FileStore) -> str:
+        """Make `wanted` visible in `store` too, as it travels, from the first of its HTTP stores that has it; its URL.
+
+        Raises: WeightError: no store had it.
+        """
+        failures = []
+        for url in wanted.urls:
+            if not url.startswith("http"):
+                continue  # a relay serves those who cannot see the trainer's disk
+            try:
+                reader = self._reader(url, wanted)
+                if reader is not None:
+                    copy_version(reader, store, wanted.version, self._wait_s)
+                    return url
+            except (WeightError, WireError) as error:
+                self._count("failed_stores")
+                failures.append(f"{url}: {error}")
+        raise WeightError(
+            f"{wanted.policy} version", wanted.version, f"could not be copied from any store ({'; '.join(failures)})",
+            "check that the trainer runs and that [weights] host is reachable from here",
+        )  # fmt: skip
+
+    def complete(self, wanted: WeightVersion, url: str, store: FileStore) -> None:
+        """Give `wanted`, which `store` has as a delta only, its tensors from the store at `url`."""
+        reader = self._reader(url, wanted)
+        if reader is not None:
+            add_tensors(reader, store, wanted.version)
+
     def close(self) -> None:
         """Drop connections and end waits."""
         self._closed.set()
@@ -121,13 +154,22 @@ class WeightClient:
         reader = self._reader(url, wanted)
         if reader is None:
             return None
-        counts = Counts()
+        counts, begin = Counts(), time.monotonic()
         try:
             brought = bring(reader, held, wanted.version, wait_s=self._wait_s, counts=counts)
         finally:
             for name, amount in msgspec.structs.asdict(counts).items():
                 self._count("bytes" if name == "nbytes" else name, amount)
+        self._chooser.fetched(url, counts.nbytes, time.monotonic() - begin)
         return Fetched(brought, self._fetch_files(reader, brought.manifest))
+
+    def _probe(self, base_url: str) -> float:
+        begin = time.monotonic()
+        try:
+            self._client(base_url).get_bytes("GET", "/health")
+        except WireError as error:
+            raise ConnectionError(str(error)) from error
+        return time.monotonic() - begin
 
     def _reader(self, url: str, wanted: WeightVersion) -> Reader | None:
         """The store that `url` means; None: a directory of another host."""

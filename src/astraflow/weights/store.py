@@ -125,7 +125,8 @@ class FileStore:
                     info = self.manifest(version).info
             if info is not None:
                 found[version] = info
-        self._known = found
+        # A relay gives a version its tensors later, so only what has them is known for good.
+        self._known = {version: info for version, info in found.items() if info.full_nbytes >= 0}
         return found
 
     def fetch(self, version: int) -> dict[str, Any]:
@@ -242,7 +243,6 @@ class FileStore:
             for item in sorted(place.iterdir(), key=lambda path: path.name == MANIFEST):
                 os.rename(item, target / item.name)
             place.rmdir()
-            self._known.pop(version, None)
         else:
             os.rename(place, target)
         if self.durable:
@@ -271,7 +271,7 @@ class FileStore:
             # Between the base and this version nothing may lie: who holds that would have no delta from it.
             if base is not None and older and base.version == older[-1] and self._holds(base):
                 delta = building.write_delta(place, base, tensors)
-            chain = [] if delta is None else _since_full(infos, delta.base)
+            chain = [] if delta is None else since_full(infos, delta.base)
             if delta is None or full_is_due(chain, delta.nbytes, building.nbytes, self.full_every):
                 building.write_full(place)
             previous = self.directory / str(older[-1]) if older else None
@@ -351,7 +351,7 @@ def _new_entries(manifest: Manifest, here: Manifest | None) -> list[Part | FileE
     return [entry for entry in manifest.all_entries() if entry.name not in have]
 
 
-def _since_full(infos: Mapping[int, VersionInfo], version: int) -> list[VersionInfo]:
+def since_full(infos: Mapping[int, VersionInfo], version: int) -> list[VersionInfo]:
     """The chain that `version` ends, from its full version on; empty: it is broken."""
     chain: list[VersionInfo] = []
     while (info := infos.get(version)) is not None:

@@ -22,6 +22,7 @@ are never compared.
 | DELETE /stages/{s}/workers/{id}    | stage   | -> Ok (leave: leases are given back)     | -                       |
 | POST /consumers/{c}/batches        | reader  | ConsumerRequest -> Arrow(ConsumerHeader) | a group it has not read |
 | POST /consumers/{c}/ack            | reader  | ConsumerAck -> Ok                        | -                       |
+| POST /relays/{id}                  | relay   | Relay -> RelayReply                      | -                       |
 | GET  /status /metrics /events      | people  | -> JSON / Prometheus text / SSE          | -                       |
 
 Errors: any status >= 400 carries `Failure`. 401 token, 404 unknown id, 409 refused by state, 410 the run is over,
@@ -94,6 +95,23 @@ class HeartbeatReply(msgspec.Struct):
     versions: dict[str, WeightVersion]
     cancelled: list[tuple[str, int]] = []  # of `playing`: no longer held; stop playing this attempt, not a later one
     finished: bool = False  # the run is over: leave
+
+
+class Relay(msgspec.Struct, kw_only=True):
+    """I serve weights at `url`: nodes are told of me until I am silent for `dataflow.dead_after_s`."""
+
+    run_id: Id
+    url: Id  # policies lie below it as `<url>/weights/<policy>`
+    region: Id = ""  # for people
+    versions: dict[str, int] = {}  # policy -> newest version here
+
+
+class RelayReply(msgspec.Struct):
+    """What there is to relay."""
+
+    heartbeat_s: float
+    versions: dict[str, WeightVersion]  # without this relay
+    finished: bool = False
 
 
 class LeaseRequest(msgspec.Struct, kw_only=True):

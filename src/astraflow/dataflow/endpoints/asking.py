@@ -58,3 +58,12 @@ def check_alive(shell: Shell) -> None:
     failure = shell.machine.state.failure
     if failure is not None:
         raise HttpError(409, str(failure), failure.kind)
+
+
+def check_run(shell: Shell, run_id: str) -> None:
+    """Raises: HttpError: the sender belongs to another run."""
+    if run_id != shell.run_id:
+        raise HttpError(
+            409, f"run_id={run_id} is not this run ({shell.run_id}); start the process for this run again",
+            "DataflowError", reason="other_run",
+        )  # fmt: skip

@@ -88,6 +88,10 @@ OPERATIONS = (
         reply=m.Ok, about="Everything before this position has been read", refusals=(*_BODY, 404, 409, 507),
     ),
     Operation(
+        method="POST", path="/relays/{relay_id}", name="relay", sender="relay", body=m.Relay, reply=m.RelayReply,
+        about="I serve weights: nodes are told of me while I say so", refusals=(*_BODY, 409, 503),
+    ),
+    Operation(
         method="GET", path="/status", name="status", sender="anyone", reply="application/json",
         about="What the run is doing",
     ),

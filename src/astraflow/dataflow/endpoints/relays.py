@@ -1,0 +1,70 @@
+"""Weight relays: who serves weights beside the trainers. Kept in memory only, as relays say it again all the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from astraflow.dataflow.endpoints.asking import check_run, check_there
+from astraflow.dataflow.shell import Shell
+from astraflow.types import WeightVersion
+from astraflow.wire import messages as m
+from astraflow.wire.app import HttpError, json_reply, read_json
+
+_MOST_RELAYS = 1024
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A relay that lives."""
+
+    relay: m.Relay
+    until: float  # of the shell's clock
+
+
+class Relays:
+    """`versions` is what nodes and relays are told: the trainers' stores, then those of live relays."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._heard: dict[str, Heard] = {}
+
+    def routes(self) -> list[Route]:
+        """The routes of all of them."""
+        return [Route("/relays/{relay_id}", self.beat, methods=["POST"])]
+
+    async def beat(self, request: Request) -> Response:
+        """Relay -> RelayReply."""
+        body, relay_id = await read_json(request, m.Relay), request.path_params["relay_id"]
+        check_there(self._shell)
+        check_run(self._shell, body.run_id)
+        parts = urlsplit(body.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise HttpError(422, f"url={body.url} must be http://host:port of the relay; give it with --url")
+        live = self.live()
+        if relay_id not in live and len(live) >= _MOST_RELAYS:
+            raise HttpError(422, f"relays={len(live)} are as many as one service tells of; end one")
+        self._heard = live | {relay_id: Heard(body, self._shell.now() + self._shell.config.dataflow.dead_after_s)}
+        finished = self._shell.machine.finished
+        reply = m.RelayReply(self._shell.config.dataflow.heartbeat_s, self.versions(but=relay_id), finished)
+        return json_reply(reply)
+
+    def live(self) -> dict[str, Heard]:
+        """Relays that were heard in time."""
+        now = self._shell.now()
+        return {relay_id: heard for relay_id, heard in self._heard.items() if heard.until > now}
+
+    def versions(self, but: str = "") -> dict[str, WeightVersion]:
+        """The newest version of every policy, and all stores that have it or will fetch it."""
+        known = self._shell.machine.leases.versions()
+        bases = [heard.relay.url.rstrip("/") for relay_id, heard in self.live().items() if relay_id != but]
+        if not bases:
+            return known
+        return {
+            name: WeightVersion(name, v.version, (*v.urls, *(f"{base}/weights/{name}" for base in bases)))
+            for name, v in known.items()
+        }

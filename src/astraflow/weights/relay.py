@@ -1,0 +1,141 @@
+"""A relay: fetches each version once and serves it to the nodes of its region.
+
+```
+ trainer's store ──one copy──► relay's directory ──► weights server ──► nodes nearby
+                                     └─ POST /relays/{id}: dataflow tells nodes of it ─┘
+```
+A version travels on as it came, whole or as changes; the relay needs neither torch nor the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from astraflow.config.load import config_from_json
+from astraflow.dataflow.client import DataflowClient
+from astraflow.errors import AstraFlowError
+from astraflow.types import WeightVersion
+from astraflow.weights.client import ANNOUNCED_WAIT_S, WeightClient
+from astraflow.weights.plan import full_is_due
+from astraflow.weights.server import start_server
+from astraflow.weights.store import FileStore, since_full
+from astraflow.wire import messages as m
+from astraflow.wire.patience import FIRST_ANSWER_S, RETRY_S, Stopped, ask_patiently
+
+log = logging.getLogger("astraflow.relay")
+_PAUSE_S, _MAX_PAUSE_S = 0.5, 8.0
+
+
+@dataclass(frozen=True)
+class RelayOptions:
+    """Where a relay keeps and serves what it copies."""
+
+    directory: Path
+    host: str = "127.0.0.1"  # beyond loopback needs a token
+    port: int = 0
+    url: str = ""  # by which nodes reach the server; empty: as it listens
+    region: str = ""
+
+
+class Follower:
+    """Copies the newest version of one policy, again and again, in a thread of its own."""
+
+    def __init__(self, store: FileStore, client: WeightClient, stop: threading.Event) -> None:
+        self.store, self._client, self._stop = store, client, stop
+        self._wanted = WeightVersion(store.policy, -1)
+        self._news = threading.Event()
+        self.num_failures = 0
+        self._thread = threading.Thread(target=self._follow, name=f"relay-{store.policy}", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        """The newest that can be fetched here; -1: none."""
+        return max(self.store.versions(), default=-1)
+
+    def announce(self, newest: WeightVersion) -> None:
+        """There is this version."""
+        if newest.version > self._wanted.version or newest.urls != self._wanted.urls:
+            self._wanted = newest
+            self._news.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread, after `stop`."""
+        self._news.set()
+        self._thread.join(seconds)
+
+    def _follow(self) -> None:
+        pause_s = _PAUSE_S
+        while not self._stop.is_set():
+            wanted = self._wanted
+            if wanted.version <= self.version:
+                self._news.wait(1.0)
+                self._news.clear()
+                continue
+            try:
+                url = self._client.copy(wanted, self.store)
+                self._complete(wanted, url)
+            except AstraFlowError as error:
+                self.num_failures += 1
+                log.warning("%s", error)
+                self._stop.wait(pause_s)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            else:
+                pause_s = _PAUSE_S
+
+    def _complete(self, wanted: WeightVersion, url: str) -> None:
+        """Now and then all tensors, after the changes are there for the nodes: else the chain here would never end."""
+        chain = since_full(self.store.infos(), wanted.version)
+        full = chain[0].full_nbytes if chain else 0
+        if len(chain) > 1 and full_is_due(chain, 0, full, self.store.full_every):
+            self._client.complete(wanted, url, self.store)
+
+
+def run_relay(dataflow: str, options: RelayOptions, *, token: str | None, stop: threading.Event) -> None:
+    """Relay the policies of the run that the service at URL `dataflow` serves, until that is over or `stop` is set.
+
+    Raises: AstraFlowError: no answer, a used port, a non-loopback host without a token.
+    """
+    client = DataflowClient(dataflow, token, give_up_s=RETRY_S)
+    weights = WeightClient(token, wait_s=ANNOUNCED_WAIT_S, spool=options.directory / "spool")
+    relay_id, followers = f"relay-{uuid.uuid4().hex[:12]}", dict[str, Follower]()
+    try:
+        run = ask_patiently(client.run, stop, FIRST_ANSWER_S)
+        kept = config_from_json(msgspec.json.encode(run.config)).weights
+        root = options.directory / run.run_id
+        root.mkdir(parents=True, exist_ok=True)
+        server = start_server(root, options.host, options.port, token)
+        log.info("relays run %s at %s", run.run, options.url or server.url)
+        try:
+            while not stop.is_set():
+                server.ensure()
+                versions = {name: follower.version for name, follower in followers.items()}
+                told = m.Relay(
+                    run_id=run.run_id, url=options.url or server.url, region=options.region, versions=versions
+                )
+                reply = ask_patiently(lambda: client.relay(relay_id, told), stop)  # noqa: B023
+                if reply.finished:
+                    log.info("run %s is over", run.run)
+                    return
+                for name, newest in reply.versions.items():
+                    if name not in followers:
+                        store = FileStore(root, name, keep=kept.keep, full_every=kept.full_every, durable=False)
+                        followers[name] = Follower(store, weights, stop)
+                    followers[name].announce(newest)
+                stop.wait(min(reply.heartbeat_s, 1.0))
+        finally:
+            server.stop()
+    except Stopped:
+        return
+    finally:
+        stop.set()
+        weights.close()
+        for follower in followers.values():
+            follower.join(5.0)
+        client.close()

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from astraflow.weights.fetch.choose import FORGET_S, Chooser
+
+NEAR, FAR, DIRECTORY = "http://near/weights/a", "http://far/weights/a", "file:///run/weights/a"
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def chooser(answers: dict[str, float | None], clock: Clock | None = None) -> Chooser:
+    def probe(base: str) -> float:
+        seconds = answers[base]
+        if seconds is None:
+            raise ConnectionRefusedError
+        return seconds
+
+    return Chooser(probe, clock or Clock())
+
+
+def test_directories_come_first_and_then_who_answers_soonest() -> None:
+    choose = chooser({"http://near": 0.001, "http://far": 0.3})
+    assert choose.order((FAR, DIRECTORY, NEAR)) == [DIRECTORY, NEAR, FAR]
+
+
+def test_one_store_alone_is_not_probed() -> None:
+    assert chooser({}).order((DIRECTORY, FAR)) == [DIRECTORY, FAR]
+
+
+def test_who_does_not_answer_comes_last() -> None:
+    assert chooser({"http://near": None, "http://far": 0.3}).order((NEAR, FAR)) == [FAR, NEAR]
+
+
+def test_a_slow_link_is_left_for_one_that_is_not_known_yet_and_for_a_faster_one() -> None:
+    choose = chooser({"http://near": 0.001, "http://far": 0.3})
+    choose.order((NEAR, FAR))
+    choose.fetched(NEAR, 1_000_000, 100.0)
+    assert choose.order((NEAR, FAR)) == [FAR, NEAR]
+    choose.fetched(FAR, 1_000_000, 300.0)
+    assert choose.order((NEAR, FAR)) == [NEAR, FAR]
+
+
+def test_a_store_that_failed_is_tried_again_later() -> None:
+    clock = Clock()
+    choose = chooser({"http://near": 0.001, "http://far": 0.3}, clock)
+    choose.order((NEAR, FAR))
+    choose.failed(NEAR)
+    assert choose.order((NEAR, FAR)) == [FAR, NEAR]
+    clock.now = FORGET_S + 1
+    assert choose.order((NEAR, FAR)) == [NEAR, FAR]
+
+
+def test_small_fetches_go_to_who_answers_soon_and_large_ones_to_who_sends_fast() -> None:
+    choose = chooser({"http://near": 0.001, "http://far": 0.3})
+    choose.order((NEAR, FAR))
+    choose.fetched(FAR, 100_000_000, 1.0)
+    choose.fetched(NEAR, 100_000_000, 10.0)
+    assert choose.order((NEAR, FAR)) == [FAR, NEAR]
+    choose.fetched(NEAR, 1_000, 0.0001)
+    assert choose.order((NEAR, FAR)) == [NEAR, FAR]

@@ -1,0 +1,116 @@
+"""A relay between a trainer's store and its nodes, found through a real dataflow service."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from astraflow.dataflow.client import DataflowClient
+from astraflow.errors import LaunchError, WireError
+from astraflow.testing.dataflow import policy_section, small_config, sources
+from astraflow.testing.runs import wait_until
+from astraflow.testing.services import DataflowThread
+from astraflow.testing.weights import same_bits, serving_weights
+from astraflow.types import WeightVersion
+from astraflow.weights.client import WeightClient
+from astraflow.weights.publisher import Publisher
+from astraflow.weights.relay import RelayOptions, run_relay
+from astraflow.weights.store import FileStore
+from astraflow.wire import messages as m
+
+
+def model(version: int) -> dict[str, torch.Tensor]:
+    weights = torch.randn(20_000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weights[:version] += 1
+    return {"w": weights}
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[DataflowThread]:
+    changes = {"heartbeat_s": 0.05, "dead_after_s": 1.0}
+    config = small_config(run__steps=9, dataflow=changes, policies__actor=policy_section(2, 1))
+    with DataflowThread(config, tmp_path / "run", sources=sources()) as started:
+        yield started
+
+
+@contextmanager
+def relaying(url: str, directory: Path, **options: Any) -> Iterator[None]:
+    stop, failures = threading.Event(), list[BaseException]()
+
+    def run() -> None:
+        try:
+            run_relay(url, RelayOptions(directory, **options), token=None, stop=stop)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(20)
+    assert not thread.is_alive()
+    assert failures == []
+
+
+def stores(service: DataflowThread) -> WeightVersion:
+    """What a node is told."""
+    with_client = DataflowClient(service.url)
+    run_id = with_client.run().run_id
+    join = m.Join(node_id="n", name="n", capacity=1, run_id=run_id)
+    told = with_client.join(join).versions["actor"]
+    with_client.close()
+    return told
+
+
+def test_a_relay_copies_what_is_announced_and_nodes_are_told_of_it(service: DataflowThread, tmp_path: Path) -> None:
+    origin = FileStore(tmp_path / "weights", "actor")
+    publisher = Publisher(origin)
+    publisher.submit(0, model(0))
+    publisher.flush()
+    client = DataflowClient(service.url)
+    run_id = client.run().run_id
+    with serving_weights(tmp_path / "weights") as url:
+
+        def announce(version: int) -> None:
+            resume = m.Resume(trainer_id="t", version=version, urls=(f"{url}/weights/actor",), run_id=run_id)
+            client.resume("actor", resume)
+
+        announce(0)
+        assert len(stores(service).urls) == 1
+        with relaying(service.url, tmp_path / "relay"):
+            wait_until(lambda: len(stores(service).urls) == 2, "the relay to be told of", 20)
+            relay = stores(service).urls[1]
+            nodes = WeightClient(wait_s=20.0)
+            held = nodes.fetch(WeightVersion("actor", 0, (relay,)))
+            publisher.submit(1, model(1))
+            publisher.flush()
+            service.call(lambda: setattr(service.shell.machine.state.policies["actor"], "latest", 1))
+            held = nodes.fetch(WeightVersion("actor", 1, (relay,)), held)
+            assert same_bits(held.tensors, model(1))
+            assert nodes.counts["deltas"] == 1
+            nodes.close()
+        wait_until(lambda: len(stores(service).urls) == 1, "the relay to be forgotten", 20)
+    copied = FileStore(tmp_path / "relay" / run_id, "actor")
+    assert [(info.version, info.base) for info in copied.infos().values()] == [(0, -1), (1, 0)]
+    publisher.close()
+    client.close()
+
+
+def test_what_cannot_be_a_relay_is_refused(service: DataflowThread, tmp_path: Path) -> None:
+    client = DataflowClient(service.url)
+    run_id = client.run().run_id
+    with pytest.raises(WireError, match="is not this run"):
+        client.relay("r", m.Relay(run_id="another", url="http://10.0.0.1:80"))
+    with pytest.raises(WireError, match="url=ftp://x must be http"):
+        client.relay("r", m.Relay(run_id=run_id, url="ftp://x"))
+    client.close()
+    with pytest.raises(LaunchError, match="token"):
+        run_relay(service.url, RelayOptions(tmp_path, host="0.0.0.0"), token=None, stop=threading.Event())
