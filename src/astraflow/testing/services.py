@@ -201,7 +201,7 @@ class PublishingTrainer:
                 self._ended.wait(0.1)
 
 
-def _publisher_of(model: str, root: Path, policy: str) -> Callable[[int], None]:
+def _publisher_of(model: str, root: Path, policy: str) -> Callable[[int], object]:
     from safetensors.torch import load_file
 
     from astraflow.config.env import cache_dir
