@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from astraflow.observe.logs import close_logging
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch loads; two test processes share the cores
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,6 +22,17 @@ settings.load_profile("astraflow")
 @pytest.fixture(autouse=True)
 def _no_token_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASTRAFLOW_TOKEN", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_logs_of_another_test() -> Iterator[None]:
+    """A service that runs in this process opens its logs at the root logger."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    close_logging()
+    root.setLevel(level)
+    logging.captureWarnings(False)
 
 
 @pytest.hookimpl(wrapper=True)

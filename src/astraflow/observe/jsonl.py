@@ -28,11 +28,15 @@ class JsonlWriter:
             os.write(self._fd, b"\n")  # a crash tore the last line: the next one must not be glued to it
 
     def append(self, row: Mapping[str, Any] | msgspec.Struct) -> None:
-        """Write one line. NaN and infinities become null; numpy scalars and arrays are taken as numbers and lists.
+        """Write one line. NaN and infinities become null; numpy scalars and arrays are taken as numbers and lists; half
+        characters, which no encoding has, are written as escapes.
 
         Raises: OSError: the disk is full; a piece of the line may be there, and the next one is not glued to it.
         """
-        line = memoryview(msgspec.json.encode(row, enc_hook=_plain) + b"\n")
+        try:
+            line = memoryview(msgspec.json.encode(row, enc_hook=_plain) + b"\n")
+        except UnicodeEncodeError:
+            line = memoryview(msgspec.json.encode(_whole(msgspec.to_builtins(row, enc_hook=_plain))) + b"\n")
         with self._lock:
             if self._torn:
                 os.write(self._fd, b"\n")
@@ -102,3 +106,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     raise NotImplementedError(f"{type(value).__name__} cannot be written as JSON")
+
+
+def _whole(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case dict():
+            return {_whole(key): _whole(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_whole(item) for item in value]
+    return value

@@ -45,16 +45,22 @@ def setup_logging(
             raise LaunchError(
                 "log", str(path), f"cannot be written ({error.strerror})", "name a run directory that can be written"
             ) from error
+    close_logging()
     root = logging.getLogger()
-    for old in [h for h in root.handlers if isinstance(h, _LineHandler | _JsonHandler)]:
-        root.removeHandler(old)
-        old.close()
     for handler in handlers:
         root.addHandler(handler)
     root.setLevel(level)
     for name in _NOISY:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
     logging.captureWarnings(True)
+
+
+def close_logging() -> None:
+    """Take back what `setup_logging` added to the root logger."""
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if isinstance(h, _LineHandler | _JsonHandler)]:
+        root.removeHandler(handler)
+        handler.close()
 
 
 class _LineHandler(logging.StreamHandler[Any]):
@@ -70,7 +76,7 @@ class _LineHandler(logging.StreamHandler[Any]):
         text = f"{clock}.{int(record.msecs):03d} {record.levelname:<7} {self._process} | {record.getMessage()}{fields}"
         if trace := _trace(record):
             text += "\n" + trace
-        return redact_text(text, self._secrets)
+        return redact_text(text, self._secrets).encode("utf-8", "backslashreplace").decode()  # half characters
 
 
 class _JsonHandler(logging.Handler):
@@ -79,20 +85,20 @@ class _JsonHandler(logging.Handler):
         self._process, self._writer, self._secrets = process, writer, secrets
 
     def emit(self, record: logging.LogRecord) -> None:
-        row: dict[str, Any] = {
-            "time": record.created,
-            "level": record.levelname,
-            "process": self._process,
-            "logger": record.name,
-            "message": record.getMessage(),
-            **_fields(record),
-        }
-        if trace := _trace(record):
-            row["trace"] = trace
         try:
+            row: dict[str, Any] = {
+                "time": record.created,
+                "level": record.levelname,
+                "process": self._process,
+                "logger": record.name,
+                "message": record.getMessage(),
+                **_fields(record),
+            }
+            if trace := _trace(record):
+                row["trace"] = trace
             self._writer.append(redact(row, self._secrets))
-        except (OSError, TypeError, NotImplementedError):
-            self.handleError(record)  # a full disk must not end a run by way of its logs
+        except Exception:  # neither a full disk nor what cannot be written may end a run by way of its logs
+            self.handleError(record)
 
     def close(self) -> None:
         self._writer.close()

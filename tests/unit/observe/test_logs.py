@@ -3,7 +3,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,6 @@ from astraflow.observe.logs import setup_logging
 from astraflow.observe.redact import redact, redact_text
 
 SECRET = "s3cr3t-of-the-run"
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    root = logging.getLogger()
-    before, level = list(root.handlers), root.level
-    yield
-    for handler in [h for h in root.handlers if h not in before]:
-        root.removeHandler(handler)
-        handler.close()
-    root.setLevel(level)
-    logging.captureWarnings(False)
 
 
 def test_a_line_for_people_and_a_row_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,3 +120,14 @@ def test_secret_names(name: str) -> None:
 )
 def test_names_that_only_look_secret(name: str) -> None:
     assert not is_secret_name(name)
+
+
+def test_what_cannot_be_written_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("dataflow", tmp_path)
+    log = logging.getLogger("x")
+    log.error("half a character: \udc80", extra={"given": "\ud83d"})
+    log.error("after")
+    rows = list(read_jsonl(tmp_path / "logs" / "dataflow.jsonl"))
+    assert [row["message"] for row in rows] == ["half a character: \\udc80", "after"]
+    assert rows[0]["given"] == "\\ud83d"
+    assert "half a character: \\udc80" in capsys.readouterr().err
