@@ -104,6 +104,7 @@ class AlgorithmSection(Strict):
 
     advantage: Spec = Component(type="grpo")
     loss: Spec = Component(type="ppo_clip")
+    entropy: float = Field(0.0, ge=0, description="bonus on the entropy of trained tokens, loss per nat")
 
 
 class BatchSection(Strict):

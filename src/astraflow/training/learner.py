@@ -150,6 +150,7 @@ class Learner:
             total_steps=self.config.run.steps,
             tokens_per_microbatch=self.section.batch.tokens_per_microbatch,
             temperature=self.section.sampling.temperature,
+            entropy=self.section.algorithm.entropy,
             autocast=self._bfloat16,
         )
         return Stepper(self.model, loss, settings, self._should_stop)

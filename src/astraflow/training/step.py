@@ -45,6 +45,7 @@ class StepSettings:
     total_steps: int
     tokens_per_microbatch: int
     temperature: float = 1.0  # of the behaviour
+    entropy: float = 0.0  # coefficient of the entropy bonus
     autocast: bool = False  # bfloat16 arithmetic over float32 weights
 
 
@@ -123,6 +124,8 @@ class Stepper:
                 sizes = np.bincount(pack.target_sequence)[pack.target_sequence].astype(np.float32)
                 sizes_on_device = torch.from_numpy(sizes).to(logprobs.device)
                 coefficients = sequence_coefficients(weights, sizes_on_device, num_sequences)
+            if self.settings.entropy:
+                losses = losses - self.settings.entropy * entropies
             loss = (coefficients * losses).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
@@ -130,7 +133,7 @@ class Stepper:
                 for name, value in (sums | ratio_sums(log_ratio)).items():
                     totals.add(name, value)
                 totals.add("loss", loss.detach())
-                totals.add("entropy", entropies.sum())
+                totals.add("entropy", entropies.detach().sum())
                 largest = log_ratio.amax()
                 before = totals.largest_log_ratio
                 totals.largest_log_ratio = largest if before is None else torch.maximum(before, largest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,13 +86,22 @@ def test_on_policy_ratios_are_one(make_model, batch):
     flat = batch.behavior_logprobs.copy()
     starts = batch.starts[pack.rows[pack.target_sequence]]
     flat[starts + pack.target_index - pack.cu_lengths[pack.target_sequence] + 1] = logprobs
-    from dataclasses import replace
-
     for budget in (1, 64, 10_000):
         stepper.settings = _settings(budget)
         metrics = stepper.step(replace(batch, behavior_logprobs=flat), 5)
         assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
         assert metrics["policy/clip_fraction"] == 0 and abs(metrics["policy/approx_kl"]) < 1e-7
+
+
+def test_an_entropy_bonus_keeps_entropy_up(make_model, batch):
+    seen = {}
+    for entropy in (0.0, 0.5):
+        stepper = Stepper(
+            make_model(), PpoClip(clip_low=0.9, clip_high=9.0), replace(_settings(lr=3e-3), entropy=entropy)
+        )
+        metrics = [stepper.step(batch, 5) for _ in range(6)]
+        seen[entropy] = metrics[-1]["policy/entropy"]
+    assert seen[0.5] > seen[0.0]
 
 
 def test_steps_learn(make_model, batch):
@@ -122,8 +132,6 @@ def test_vectors_do_not_decay(make_model):
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_the_third_in_a_row_ends(make_model, batch):
-    from dataclasses import replace
-
     broken = replace(batch, advantages=np.full_like(batch.advantages, np.nan))
     stepper = Stepper(make_model(), PpoClip(), _settings(lr=1e-3))
     before = {name: p.detach().clone() for name, p in stepper.model.named_parameters()}

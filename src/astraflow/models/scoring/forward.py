@@ -47,7 +47,7 @@ class PackedPolicy(nn.Module):
         self.model = model
 
     def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs [N] float32 (with gradient) and entropies [N] float32 (without), of `log_softmax(logits / T)`."""
+        """Logprobs [N] and entropies [N], float32, of `log_softmax(logits / T)`."""
         model = self.model
         device = model.device
         autocast = torch.is_autocast_enabled(device.type)
@@ -102,17 +102,26 @@ class HeadLogprobs(torch.autograd.Function):
         logprobs = logits.gather(1, targets[:, None])[:, 0] - norm
         probabilities = (logits - norm[:, None]).exp_()
         entropies = norm - (probabilities.mul_(logits)).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, norm)
+        ctx.save_for_backward(hidden, weight, bias, targets, norm, entropies)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, norm = ctx.saved_tensors
-        upstream = gradients[0] / ctx.temperature
-        slope = _logits(hidden, weight, bias, ctx.temperature).sub_(norm[:, None]).exp_().mul_(-upstream[:, None])
-        slope.scatter_add_(1, targets[:, None], upstream[:, None])
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """With logits z, p = softmax(z) and entropy H: d log p_t / dz = 1_t - p and dH / dz = -p (log p + H)."""
+        hidden, weight, bias, targets, norm, entropies = ctx.saved_tensors
+        of_logprobs, of_entropies = (None if g is None else g[:, None] / ctx.temperature for g in gradients)
+        slope = _logits(hidden, weight, bias, ctx.temperature).sub_(norm[:, None])
+        if of_entropies is not None:
+            pull = (slope + entropies[:, None]).mul_(-of_entropies)
+            if of_logprobs is not None:
+                pull -= of_logprobs
+            slope = slope.exp_().mul_(pull)
+        elif of_logprobs is not None:
+            slope = slope.exp_().mul_(-of_logprobs)
+        if of_logprobs is not None:
+            slope.scatter_add_(1, targets[:, None], of_logprobs)
         slope = slope.to(hidden.dtype)
         return (
             product(slope, weight.to(hidden.dtype).T) if ctx.needs_input_grad[0] else None,
