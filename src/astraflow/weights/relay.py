@@ -19,7 +19,7 @@ import msgspec
 
 from astraflow.config.load import config_from_json
 from astraflow.dataflow.client import DataflowClient
-from astraflow.errors import AstraFlowError
+from astraflow.errors import AstraFlowError, LaunchError
 from astraflow.types import WeightVersion
 from astraflow.weights.client import ANNOUNCED_WAIT_S, WeightClient
 from astraflow.weights.plan import full_is_due
@@ -102,6 +102,12 @@ def run_relay(dataflow: str, options: RelayOptions, *, token: str | None, stop: 
 
     Raises: AstraFlowError: no answer, a used port, a non-loopback host without a token.
     """
+    try:
+        options.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            "directory", str(options.directory), f"cannot be written ({error.strerror})", "give another --directory"
+        ) from error
     client = DataflowClient(dataflow, token, give_up_s=RETRY_S)
     weights = WeightClient(token, wait_s=ANNOUNCED_WAIT_S, spool=options.directory / "spool")
     relay_id, followers = f"relay-{uuid.uuid4().hex[:12]}", dict[str, Follower]()

@@ -114,3 +114,6 @@ def test_what_cannot_be_a_relay_is_refused(service: DataflowThread, tmp_path: Pa
     client.close()
     with pytest.raises(LaunchError, match="token"):
         run_relay(service.url, RelayOptions(tmp_path, host="0.0.0.0"), token=None, stop=threading.Event())
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match="give another --directory"):
+        run_relay(service.url, RelayOptions(tmp_path / "file"), token=None, stop=threading.Event())
