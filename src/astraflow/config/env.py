@@ -4,7 +4,7 @@
 |-------------------|-------------------------------------------------------------------------------|
 | ASTRAFLOW_TOKEN   | bearer token of every service of a run; needed as soon as one is not loopback |
 | ASTRAFLOW_CACHE   | where converted models are kept (default: the user's cache directory)         |
-| ASTRAFLOW_SHARED_MEMORY | "0": bulk bodies go over TCP even on one host                           |
+| ASTRAFLOW_SHARED_MEMORY | "0": bulk bodies and weights go over TCP even on one host               |
 | named by `key_env` of a stage | the key of the service that the stage asks                       |
 """
 

@@ -6,9 +6,10 @@ names, see `config.rooms`. Everything here is torch-free.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
 
@@ -239,11 +240,21 @@ class DataflowSection(Strict):
     snapshot_every: int = Field(2000, ge=10, description="journaled commands between two snapshots")
 
 
+def _base_url(value: str) -> str:
+    if value and not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", value):
+        raise ValueError("must be http://host:port or https://host by which nodes reach the server, or empty")
+    return value
+
+
+BaseUrl = Annotated[str, AfterValidator(_base_url)]
+
+
 class WeightsSection(Strict):
     """[weights]: how many versions stay, and where they are served."""
 
     host: str = Field("127.0.0.1", description="where each trainer serves its weights; beyond loopback needs a token")
     port: int = Field(0, ge=0, le=65535, description="0: any free port")
+    announce: BaseUrl = Field("", description="URL by which nodes reach that server; empty: as it listens")
     keep: int = Field(4, ge=2, description="newest versions kept, beside those that are read or that they rest on")
     deltas: bool = Field(True, description="a version may travel as its changes since the one before")
     full_every: int = Field(50, ge=1, description="one version in so many carries all its tensors")

@@ -32,7 +32,7 @@ from pathlib import Path
 from astraflow.errors import TrainingError
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.observe.process import settle_memory, stop_signals
-from astraflow.training.feed.publisher import outward
+from astraflow.training.feed.publisher import announced
 from astraflow.training.feed.session import Interrupted, TrainerSession
 from astraflow.training.learner import Learner
 from astraflow.types import BatchHeader
@@ -62,7 +62,8 @@ def run_trainer(dataflow: str, policy: str, run_dir: Path, *, threads: int = 0, 
             stack.callback(learner.close)
             server = start_server(run_dir / "weights", config.weights.host, config.weights.port, token)
             stack.callback(server.stop)
-            session.resume(learner.version, (learner.store.url, outward(server.policy_url(policy), dataflow)))
+            there = announced(server, policy, config.weights, dataflow)
+            session.resume(learner.version, (learner.store.url, there))
         except Interrupted:
             return 0
         settle_memory()

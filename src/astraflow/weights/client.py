@@ -15,7 +15,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
-from astraflow.errors import AstraFlowError, ProtocolMismatch, Unauthorized, WeightError, WireError
+from astraflow.config.env import shared_memory_allowed
+from astraflow.errors import AstraFlowError, ProtocolMismatch, Unauthorized, Unreachable, WeightError, WireError
 from astraflow.types import WeightVersion
 from astraflow.weights.fetch.choose import Chooser
 from astraflow.weights.fetch.copy import add_tensors, copy_version
@@ -104,7 +105,7 @@ class WeightClient:
             if fetched is not None:
                 self._count("fetches")
                 return fetched
-            failures.append((url, WeightError("directory", url, "is not on this host", "use an http:// store")))
+            failures.append((url, _elsewhere(url)))
         for _, failure in failures:
             if isinstance(failure, Unauthorized | ProtocolMismatch):
                 raise failure
@@ -167,15 +168,20 @@ class WeightClient:
         begin = time.monotonic()
         try:
             self._client(base_url).get_bytes("GET", "/health")
-        except WireError as error:
+        except Unreachable as error:  # any other answer is one
             raise ConnectionError(str(error)) from error
+        except WireError as error:
+            logger.debug("%s: %s", base_url, error)
         return time.monotonic() - begin
 
     def _reader(self, url: str, wanted: WeightVersion) -> Reader | None:
-        """The store that `url` means; None: a directory of another host."""
+        """The store that `url` means; None: a directory of another host, or not to be used."""
         parts = urlsplit(url)
         if parts.scheme == "file":
-            return _local_store(unquote(parts.path), parse_qs(parts.query).get("store", [""])[0], wanted)
+            store_id = parse_qs(parts.query).get("store", [""])[0]
+            if store_id and not shared_memory_allowed():
+                return None
+            return _local_store(unquote(parts.path), store_id, wanted)
         if parts.scheme in ("http", "https"):
             client = self._client(f"{parts.scheme}://{parts.netloc}")
             return HttpReader(
@@ -219,3 +225,8 @@ def _local_store(path: str, store_id: str, wanted: WeightVersion) -> FileStore |
     if not store.versions() or (store_id and store.store_id != store_id):
         return None
     return store
+
+
+def _elsewhere(url: str) -> WeightError:
+    reason = "is not on this host" if shared_memory_allowed() else "is not used, since ASTRAFLOW_SHARED_MEMORY=0"
+    return WeightError("directory", url, reason, "use an http:// store")

@@ -115,6 +115,20 @@ def test_a_path_of_another_host_is_passed_over(
     assert same_bits(fetched.tensors, make_tensors())
 
 
+def test_the_trainers_directory_is_not_read_where_nothing_is_to_be_shared(
+    published: FileStore, client: WeightClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASTRAFLOW_SHARED_MEMORY", "0")
+    faults = Faults(published.directory)
+    with faulty(faults) as url:
+        fetched = client.fetch(WeightVersion("actor", 3, (published.url, url)))
+    assert same_bits(fetched.tensors, make_tensors()) and len(faults.ranges) == 1
+    with pytest.raises(WeightError, match="ASTRAFLOW_SHARED_MEMORY=0"):
+        client.fetch(WeightVersion("actor", 3, (published.url,)))
+    given = published.url.partition("?")[0]  # no trainer's own: somebody means this very directory
+    assert same_bits(client.fetch(WeightVersion("actor", 3, (given,))).tensors, make_tensors())
+
+
 def test_what_comes_over_http_is_what_was_published(published: FileStore, client: WeightClient, tmp_path: Path) -> None:
     with serving_weights(published.directory.parent) as url:
         fetched = client.fetch(WeightVersion("actor", 3, (f"{url}/weights/actor",)))

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from astraflow.config.schema import WeightsSection
 from astraflow.weights.publisher import Publisher
-from astraflow.weights.server import start_server
+from astraflow.weights.server import ServerProcess, start_server
 from astraflow.weights.store import FileStore
 
 log = logging.getLogger(__name__)
@@ -24,12 +24,12 @@ class Versions:
         self._store = FileStore(root, policy, keep=section.keep, full_every=section.full_every, durable=False)
         self._encoder = Publisher(self._store, deltas=section.deltas)
         self._server = start_server(root, section.host, section.port, token)
-        self._policy, self._dataflow = policy, dataflow
+        self._policy, self._section, self._dataflow = policy, section, dataflow
 
     @property
     def urls(self) -> tuple[str, ...]:
         """Where nodes find the versions: as files on this host, over HTTP on others."""
-        return (self._store.url, outward(self._server.policy_url(self._policy), self._dataflow))
+        return (self._store.url, announced(self._server, self._policy, self._section, self._dataflow))
 
     def has(self, version: int) -> bool:
         """`version` is visible."""
@@ -59,6 +59,13 @@ def _untied(tensors: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = tensor
         seen.add(place)
     return found
+
+
+def announced(server: ServerProcess, policy: str, section: WeightsSection, dataflow: str) -> str:
+    """Where nodes reach the versions of `policy` that `server` has."""
+    if section.announce:
+        return f"{section.announce.rstrip('/')}/weights/{policy}"
+    return outward(server.policy_url(policy), dataflow)
 
 
 def outward(url: str, dataflow: str) -> str:
