@@ -28,7 +28,7 @@ import msgspec
 from astraflow.errors import WeightError
 from astraflow.types import WeightVersion
 from astraflow.weights.fetch.route import bring, verified
-from astraflow.weights.files.build import Base, Building, merge_into, read_files
+from astraflow.weights.files.build import AnyBase, Building, merge_into, read_files
 from astraflow.weights.files.layout import sync_directory, write_file
 from astraflow.weights.files.leases import ReaderLease, publishing, reading, retiring
 from astraflow.weights.manifest import (
@@ -186,7 +186,7 @@ class FileStore:
 
     def publish(
         self, version: int, tensors: Mapping[str, Any], files: Iterable[Path] = (), *, keep_existing: bool = False,
-        base: Base | None = None,
+        base: AnyBase | None = None,
     ) -> Manifest:  # fmt: skip
         """Make `version` visible atomically. Publishing an existing version with equal content is a no-op.
 
@@ -261,7 +261,7 @@ class FileStore:
             self.num_kept_existing += 1
         return True
 
-    def _build(self, building: Building, tensors: Mapping[str, Any], base: Base | None) -> None:
+    def _build(self, building: Building, tensors: Mapping[str, Any], base: AnyBase | None) -> None:
         version, infos = building.content.version, self.infos()
         older = [v for v in infos if v < version]
         place = self._temporary(version)
@@ -281,7 +281,7 @@ class FileStore:
             shutil.rmtree(place, ignore_errors=True)
             raise
 
-    def _holds(self, base: Base) -> bool:
+    def _holds(self, base: AnyBase) -> bool:
         """Whether the store has exactly this content under its version (after a crash it may have an earlier one)."""
         known = self.manifest(base.version).entries()
         return base.checksums == {name: entry.xxh3 for name, entry in known.items()}

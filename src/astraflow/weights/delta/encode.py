@@ -55,7 +55,7 @@ def encode(
             yield from writer.full(what, stretches(after))
             continue
         known = flat_bits(before)
-        if sparse_pays(known, after, element):
+        if sparse_pays(sample(known), sample(after), element):
             yield from writer.sparse(what, changes(known, after, element))
         else:
             yield from writer.full(what, stretches(after))
@@ -93,7 +93,9 @@ def device_changes(old: torch.Tensor, new: torch.Tensor, element: Element, chunk
         before, after = old[start : start + chunk], new[start : start + chunk]
         positions = torch.nonzero(before != after).view(-1)
         differences = ordered(after[positions], element) - ordered(before[positions], element)
-        yield Run((positions + start).cpu().numpy(), differences.cpu().numpy())
+        # Within a chunk a position has 26 bits: half of its bytes stay where they are.
+        within = positions.to(torch.int32).cpu().numpy()
+        yield Run(within.astype(np.int64) + start, differences.cpu().numpy())
 
 
 def host_changes(old: Ints, new: Ints, element: Element, chunk_bytes: int = HOST_CHUNK_BYTES) -> Iterator[Run]:
@@ -123,12 +125,11 @@ def changed_positions(old: Ints, new: Ints) -> Ints:
     return np.concatenate([positions, tail]) if len(tail) else positions
 
 
-def sparse_pays(old: torch.Tensor, new: torch.Tensor, element: Element) -> bool:
-    """Whether changed elements are fewer bytes than the tensor: judged by a sample spread over it.
+def sparse_pays(before: Ints, after: Ints, element: Element) -> bool:
+    """Whether changed elements are fewer bytes than the tensor: judged by a `sample` of it before and after.
 
     Seldom changed is sparse without more ado. Otherwise the two forms are compared by the entropy of their byte planes.
     """
-    before, after = _sample(old), _sample(new)
     positions = np.flatnonzero(before != after)
     if len(positions) <= len(after) * _SPARSE_SHARE:
         return True
@@ -137,13 +138,14 @@ def sparse_pays(old: torch.Tensor, new: torch.Tensor, element: Element) -> bool:
     return entropy_bits(gaps) + entropy_bits(zigzag(differences)) < entropy_bits(after)
 
 
-def _sample(flat: torch.Tensor) -> Ints:
+def sample(flat: torch.Tensor) -> Ints:
+    """Elements of flat bit patterns, in stretches that are spread over them. It may be a view."""
     count = flat.numel()
     if count > _SAMPLE_ROWS * _SAMPLE_WIDTH:
         step = count // _SAMPLE_ROWS
         flat = flat[: _SAMPLE_ROWS * step].view(_SAMPLE_ROWS, step)[:, :_SAMPLE_WIDTH].reshape(-1)
-    sample: Ints = flat.cpu().numpy()
-    return sample
+    found: Ints = flat.cpu().numpy()
+    return found
 
 
 def stretches(flat: torch.Tensor, chunk: int = DEVICE_CHUNK) -> Iterator[Stretch]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,30 @@ class Base(NamedTuple):
     tensors: Mapping[str, Any]
     checksums: Mapping[str, str]  # xxh3 by tensor name
 
+    def delta(self, version: int, tensors: Mapping[str, Any]) -> Iterable[bytes] | None:
+        """Parts of the delta to `version`, as they become ready; None: too much changed."""
+        from astraflow.weights.delta.encode import encode, share_unchanged
+
+        if share_unchanged(self.tensors, tensors) < MIN_UNCHANGED:
+            return None
+        return encode(self.tensors, tensors, base=self.version, version=version)
+
+
+class Encoded(NamedTuple):
+    """An earlier version of which its publisher holds nothing any more but the delta to the one that is published."""
+
+    version: int
+    checksums: Mapping[str, str]
+    parts: Sequence[bytes]
+
+    def delta(self, version: int, tensors: Mapping[str, Any]) -> Iterable[bytes] | None:
+        """See `Base`."""
+        return self.parts
+
+
+AnyBase = Base | Encoded
+"""What the next version can travel as the changes of."""
+
 
 class Building:
     """The parts of one version. `content`: its manifest without them."""
@@ -50,14 +74,12 @@ class Building:
         """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self.content.tensors)
 
-    def write_delta(self, place: Path, base: Base, tensors: Mapping[str, Any]) -> Delta | None:
+    def write_delta(self, place: Path, base: AnyBase, tensors: Mapping[str, Any]) -> Delta | None:
         """The changes from `base`; None, and no file, when they are not fewer bytes than all tensors."""
-        from astraflow.weights.delta.encode import encode, share_unchanged
-
-        if share_unchanged(base.tensors, tensors) < MIN_UNCHANGED:
+        encoded = base.delta(self.content.version, tensors)
+        if encoded is None:
             return None
         parts: list[FileEntry] = []
-        encoded = encode(base.tensors, tensors, base=base.version, version=self.content.version)
         for part in _write_numbered(place, "delta", encoded, sync=self._sync):
             parts.append(part)
             if sum(part.nbytes for part in parts) >= self.nbytes:
