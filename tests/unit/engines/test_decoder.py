@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from astraflow.engines.local.decoder import Decoder
-from astraflow.engines.local.rows import Request, Rows
-from astraflow.engines.local.sampler import row_key
+from astraflow.engines.local.rows import Rows
 from astraflow.models.load import load_model, state_tensors
-from astraflow.types import Generation, Sampling
-
-
-def ask(name: str, prompt: list[int], max_tokens: int = 8, **sampling: object) -> Request:
-    settings = Sampling(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
-    return Request(name, np.array(prompt, np.int32), settings, Future(), row_key(0, hash(name) % 1000), 0.0)
+from astraflow.types import Generation
+from decoding import ask, follow_up, run
 
 
 @pytest.fixture
 def decoder(endless_dir: Path) -> Decoder:
     return Decoder(load_model(endless_dir).requires_grad_(False), (), 64, 512)
-
-
-def run(decoder: Decoder) -> dict[str, Generation]:
-    done: dict[str, Generation] = {}
-    with torch.inference_mode():
-        while len(decoder):
-            done.update({request.request_id: generation for request, generation in decoder.step()})
-    return done
 
 
 def test_equal_prompts_are_prefilled_once(decoder: Decoder) -> None:
@@ -77,10 +63,6 @@ def test_a_prefill_over_the_budget_is_split(decoder: Decoder, monkeypatch: pytes
     for name, generation in a.items():
         np.testing.assert_array_equal(generation.token_ids, b[name].token_ids)
         np.testing.assert_allclose(generation.logprobs, b[name].logprobs, atol=1e-5)
-
-
-def follow_up(prompt: list[int], generation: Generation, new: list[int]) -> list[int]:
-    return prompt + generation.token_ids.tolist() + new
 
 
 def test_a_next_turn_computes_only_what_is_new_and_samples_the_same(endless_dir: Path) -> None:
@@ -172,7 +154,7 @@ def test_a_next_turn_at_the_end_of_the_context(endless_dir: Path) -> None:
 def test_rows_keep_their_own_columns_when_others_leave(gone: list[bool], data: st.DataObject) -> None:
     rows = Rows(20, 100, (), 50)
     for i in range(len(gone)):
-        rows.add(ask(f"r{i}", [i] * (i + 1), max_tokens=5, stop_token_ids=(i,)))
+        rows.add(ask(f"r{i}", [i] * (i + 1), max_tokens=5, stop_token_ids=(i,)), 0)
     ids = np.array(data.draw(st.lists(st.integers(20, 49), min_size=len(gone), max_size=len(gone))))
     rows.append(ids, ids / -10, 3)
     before = {r.request_id: rows.generation(i, "length") for i, r in enumerate(rows.requests)}

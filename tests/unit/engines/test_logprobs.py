@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from astraflow.engines.local import LocalEngine
-from astraflow.models.load import load_model, state_tensors
-from astraflow.types import Generation, Sampling
-
-TOLERANCE = 1e-4
+from astraflow.models.load import load_model
+from astraflow.types import Sampling
+from decoding import TOLERANCE, fresh_logprobs, other_weights
 
 
 @contextmanager
@@ -32,22 +30,6 @@ def running(directory: Path, **options: Any) -> Iterator[LocalEngine]:
 def prompts(count: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 40, rng.integers(1, longest)).tolist() for _ in range(count)]
-
-
-@torch.no_grad()
-def fresh_logprobs(model: PreTrainedModel, prompt: list[int], generation: Generation, temperature: float) -> np.ndarray:
-    """[T] of one row alone, without any cache."""
-    ids = torch.tensor([prompt + generation.token_ids.tolist()])
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
-    chosen = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-    return chosen.numpy()
-
-
-def other_weights(directory: Path, seed: int) -> dict[str, torch.Tensor]:
-    """Weights clearly unlike those of `directory`."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = state_tensors(load_model(directory))
-    return {n: t + 0.3 * t.std() * torch.randn(t.shape, generator=generator) for n, t in tensors.items()}
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])

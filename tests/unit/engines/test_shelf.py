@@ -24,9 +24,9 @@ def test_the_longest_stored_prefix_is_found_and_never_all_of_what_is_asked(
 ) -> None:
     shelf = Shelf(1 << 20)
     for numbers in stored:
-        shelf.put(array(numbers), prefix(len(numbers)))
+        shelf.put(0, array(numbers), prefix(len(numbers)))
     lengths = [len(s) for s in stored if len(s) < len(asked) and asked[: len(s)] == s]
-    found = shelf.find(array(asked))
+    found = shelf.find(0, array(asked))
     assert (found.tokens if found else 0) == max(lengths, default=0)
 
 
@@ -35,26 +35,34 @@ def test_it_keeps_the_most_recently_used_that_fit(events: list[tuple[bool, list[
     shelf, model = Shelf(16 * 20), []  # room for 20 tokens; model: oldest first
     for is_put, numbers in events:
         if is_put:
-            shelf.put(array(numbers), prefix(len(numbers)))
+            shelf.put(0, array(numbers), prefix(len(numbers)))
             model = [m for m in model if m != numbers] + [numbers]
             while sum(map(len, model)) > 20:
                 model.pop(0)
         else:
-            shelf.find(array(numbers))
+            shelf.find(0, array(numbers))
             fits = [m for m in model if len(m) < len(numbers) and numbers[: len(m)] == m]
             if fits:
                 used = max(fits, key=len)
                 model = [m for m in model if m != used] + [used]
-        assert all(array(m) in shelf for m in model)
+        assert all(shelf.holds(0, array(m)) for m in model)
         assert shelf._bytes == 16 * sum(map(len, model))
     shelf.clear()
     assert shelf._bytes == 0
-    assert all(shelf.find(array([*m, 0])) is None for m in model)
+    assert all(shelf.find(0, array([*m, 0])) is None for m in model)
 
 
 def test_what_is_larger_than_all_room_is_not_kept() -> None:
     shelf = Shelf(100)
-    shelf.put(array([1]), prefix(1))
-    shelf.put(array([2] * 9), prefix(9))
-    assert array([1]) in shelf
-    assert array([2] * 9) not in shelf
+    shelf.put(0, array([1]), prefix(1))
+    shelf.put(0, array([2] * 9), prefix(9))
+    assert shelf.holds(0, array([1]))
+    assert not shelf.holds(0, array([2] * 9))
+
+
+def test_what_one_version_computed_is_not_found_under_another() -> None:
+    shelf = Shelf(1 << 20)
+    shelf.put(3, array([1, 2, 3]), prefix(3))
+    shelf.put(4, array([1]), prefix(1))
+    found = {version: shelf.find(version, array([1, 2, 3, 4])) for version in (2, 3, 4)}
+    assert {version: p.tokens if p else 0 for version, p in found.items()} == {2: 0, 3: 3, 4: 1}

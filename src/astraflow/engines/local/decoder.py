@@ -1,7 +1,8 @@
 """Prefill and decode of ragged rows with any decoder-only Hugging Face model; one thread, no clock, no locks.
 
 The invariant of every row: keys and values of all its tokens but the last are stored, computed under the weights in
-force. A decode step reads the last token of every row, so the first token after a prompt is sampled like any other.
+force, or, where caches are kept at a swap, under those that were in force when each of them was read. A decode step
+reads the last token of every row, so the first token after a prompt is sampled like any other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from astraflow.engines.local.rows import Request, Rows
+from astraflow.engines.local.rows import NO_VERSION, Request, Rows
 from astraflow.engines.local.sampler import sample, uniforms
 from astraflow.engines.local.shelf import Prefix, Shelf
 from astraflow.engines.local.slots import SlotCache
@@ -28,14 +29,16 @@ class Decoder:
     """The rows that run, the weights in force, and what they cost so far."""
 
     def __init__(
-        self, model: PreTrainedModel, eos_ids: Sequence[int], max_rows: int, max_context: int, shelf_bytes: int = 0
-    ) -> None:
+        self, model: PreTrainedModel, eos_ids: Sequence[int], max_rows: int, max_context: int, shelf_bytes: int = 0,
+        keep_caches: bool = False,
+    ) -> None:  # fmt: skip
+        """`keep_caches`: running rows go on with the keys and values that they have when the weights change."""
         self.version = -1
         self.prefill_tokens = 0  # computed: neither padding nor what the shelf held
         self.sampled_tokens = 0
         self.decode_steps = 0
         self._model = model
-        self._max_context = max_context
+        self._max_context, self._keep_caches = max_context, keep_caches
         config = model.config.get_text_config()
         self._rows = Rows(max_rows, max_context, eos_ids, config.vocab_size)
         self._cache = SlotCache(config.num_hidden_layers, max_rows, max_context)
@@ -49,12 +52,12 @@ class Decoder:
         new: list[Request] = []
         known: list[tuple[Request, Prefix]] = []
         for request in requests:
-            prefix = self._shelf.find(request.prompt_ids)
+            prefix = self._shelf.find(self.version, request.prompt_ids)
             new.append(request) if prefix is None else known.append((request, prefix))
         known.sort(key=lambda pair: pair[0].prompt_ids.size - pair[1].tokens)
         first = len(self._rows)
         for request in [*new, *(request for request, _ in known)]:
-            self._rows.add(request)
+            self._rows.add(request, self.version)
         self._reserve()
         self._prefill(range(first, first + len(new)))
         if known:
@@ -79,11 +82,13 @@ class Decoder:
         return self._end(gone, lambda row: "cancelled")
 
     def swap(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """New weights; keys and values of all rows are computed afresh under them. Raises: ModelError."""
+        """New weights; keys and values of all rows are computed afresh under them, or kept. Raises: ModelError."""
         load_tensors(self._model, tensors)
         self.version = version
         self._shelf.clear()
-        self._prefill(range(len(self._rows)))
+        self._rows.records["cached"] = NO_VERSION if self._keep_caches else version
+        if not self._keep_caches:
+            self._prefill(range(len(self._rows)))
 
     def _forward(self, model: torch.nn.Module, ids: np.ndarray, first: int, at: np.ndarray, width: int) -> Any:
         """A pass over tokens `ids` at positions `at` (both [n, tokens]) of the rows from `first` on; each sees what its
@@ -149,9 +154,10 @@ class Decoder:
             self.prefill_tokens += sum(m.size for m in missing[start:stop])
 
     def _shelve(self, row: int) -> None:
-        prefix = self._rows.prefix(row)
-        if prefix.size and prefix not in self._shelf:
-            self._shelf.put(prefix, self._cache.copy_out(row, prefix.size))
+        """Keep what a row has stored, unless the weights changed while it ran and it kept what it had."""
+        prefix, version = self._rows.prefix(row), int(self._rows.records["cached"][row])
+        if prefix.size and version == self.version and not self._shelf.holds(version, prefix):
+            self._shelf.put(version, prefix, self._cache.copy_out(row, prefix.size))
 
     def _reserve(self) -> None:
         if len(self._rows):

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,7 +44,8 @@ class LocalEngine:
     Args: model_dir: a Hugging Face directory; max_concurrency: rows decoded at once, more requests wait; max_context: 0
     is the model's own limit; threads: intra-op threads, of the whole process; seed: of requests that bring none;
     delay_s: every request waits this long before it starts; prefix_cache_mb: memory for keys and values of prompts and
-    finished turns that may come back, 0 keeps none; gather_ms: while requests come in one after the other (less than a
+    finished turns that may come back, 0 keeps none; kv_after_swap: what becomes of the keys and values of running rows
+    when the weights change, see `load_weights`; gather_ms: while requests come in one after the other (less than a
     millisecond apart), the next decode step waits for them at most this long.
     Raises: ModelError: the directory holds no model that this engine can run. EngineError: a setting out of its range.
     """
@@ -61,6 +62,7 @@ class LocalEngine:
         delay_s: float = 0.0,
         prefix_cache_mb: int = 256,
         gather_ms: float = 20.0,
+        kv_after_swap: Literal["recompute", "keep"] = "recompute",
     ) -> None:
         require("engine.max_concurrency", max_concurrency, max_concurrency >= 1, "must be >= 1", "use 64")
         require("engine.max_context", max_context, max_context == 0 or max_context >= 2, "must be >= 2", "use 0")
@@ -68,16 +70,19 @@ class LocalEngine:
         require("engine.delay_s", delay_s, 0 <= delay_s < math.inf, "must be >= 0", "use 0 for none")
         require("engine.prefix_cache_mb", prefix_cache_mb, prefix_cache_mb >= 0, "must be >= 0", "use 0 for none")
         require("engine.gather_ms", gather_ms, 0 <= gather_ms < math.inf, "must be >= 0", "use 0 for none")
+        known = kv_after_swap in ("recompute", "keep")
+        require("engine.kv_after_swap", kv_after_swap, known, "must be recompute or keep", "use recompute")
         torch.set_num_threads(threads)
         model = load_model(model_dir, dtype, "sdpa").requires_grad_(False)
         self._max_context = _context_limit(model.config, max_context)
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._decoder = Decoder(
-            model, eos_ids(Path(model_dir)), max_concurrency, self._max_context, prefix_cache_mb << 20
-        )
+            model, eos_ids(Path(model_dir)), max_concurrency, self._max_context, prefix_cache_mb << 20,
+            kv_after_swap == "keep",
+        )  # fmt: skip
         self._max_concurrency, self._seed, self._delay_s = max_concurrency, seed, delay_s
         self._serial = itertools.count()
-        self._counts = {"busy_s": 0.0, "requests": 0.0, "swaps": 0.0}
+        self._counts = {"busy_s": 0.0, "requests": 0.0, "swaps": 0.0, "swap_s": 0.0}
         self._inbox = Inbox(gather_ms / 1000.0)
         self._thread = threading.Thread(target=self._run, name="astraflow-engine", daemon=True)
         self._thread.start()
@@ -105,7 +110,12 @@ class LocalEngine:
         self._inbox.cancel(request_id)
 
     def load_weights(self, version: int, tensors: Mapping[str, Any]) -> Future[int]:
-        """Swap between two decode steps. Tensors that do not fit change nothing and fail the future with ModelError."""
+        """Swap between two decode steps. Tensors that do not fit change nothing and fail the future with ModelError.
+
+        Running rows keep their tokens. Their keys and values are computed afresh (`kv_after_swap` "recompute"), so that
+        every later token has the logprob of a fresh pass under its own version; or kept ("keep"), which costs nothing,
+        and later tokens then attend to what earlier versions left. What was shelved is dropped in both cases.
+        """
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         self._inbox.add_swap(Swap(version, tensors, future))
@@ -127,7 +137,7 @@ class LocalEngine:
         return self._inbox.ended
 
     def stats(self) -> dict[str, float]:
-        """Counters and gauges of the contract."""
+        """Counters and gauges of the contract; swap_s: seconds of swaps, caches of running rows included."""
         return {
             **self._counts,
             "sampled_tokens": float(self._decoder.sampled_tokens),
@@ -179,12 +189,14 @@ class LocalEngine:
             inbox.finish(finished)
 
     def _swap(self, swap: Swap) -> None:
+        began = time.perf_counter()
         try:
             self._decoder.swap(swap.version, swap.tensors)
         except ModelError as error:  # nothing was changed; the rows go on under the old weights
             self._inbox.finish_swap(swap, error)
             return
         self._counts["swaps"] += 1
+        self._counts["swap_s"] += time.perf_counter() - began
         self._inbox.finish_swap(swap, None)
 
 

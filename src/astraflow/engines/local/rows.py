@@ -17,10 +17,12 @@ _ROW = np.dtype(
         ("limit", np.int64),  # length at which the row ends
         ("top_k", np.int64),
         ("key", np.uint64),  # of its random numbers
+        ("cached", np.int64),  # the one version that all its stored keys and values are of; NO_VERSION: of several
         ("temperature", np.float64),
         ("top_p", np.float64),
     ]
 )
+NO_VERSION = -2  # below every version, -1 included
 _TOKEN = np.dtype([("id", np.int32), ("logprob", np.float32), ("version", np.int32)])
 
 
@@ -54,7 +56,7 @@ class Rows:
 
     @property
     def records(self) -> np.ndarray:
-        """[n] records: length, prompt, limit, top_k, key, temperature, top_p."""
+        """[n] records: length, prompt, limit, top_k, key, cached, temperature, top_p."""
         return self._records[: len(self.requests)]
 
     def prefix(self, row: int) -> np.ndarray:
@@ -67,15 +69,17 @@ class Rows:
         ids: np.ndarray = self._tokens["id"][np.arange(len(self)), self.records["length"] - 1]
         return ids.astype(np.int64)
 
-    def add(self, request: Request) -> None:
-        """Append a row. Grows the lines to hold its limit."""
+    def add(self, request: Request, version: int) -> None:
+        """Append a row whose keys and values will be those of `version`. Grows the lines to hold its limit."""
         row, size, sampling = len(self.requests), len(request.prompt_ids), request.sampling
         limit = min(size + sampling.max_tokens, self._max_context)
         if limit > self._tokens.shape[1]:
             self._tokens = _widened(self._tokens, max(limit, self._tokens.shape[1] * 3 // 2), 0)
         if len(sampling.stop_token_ids) > self._stops.shape[1]:
             self._stops = _widened(self._stops, len(sampling.stop_token_ids), -1)
-        self._records[row] = (size, size, limit, sampling.top_k, request.key, sampling.temperature, sampling.top_p)
+        self._records[row] = (
+            size, size, limit, sampling.top_k, request.key, version, sampling.temperature, sampling.top_p
+        )  # fmt: skip
         self._tokens["id"][row, :size] = request.prompt_ids
         self._stops[row] = -1
         self._stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids

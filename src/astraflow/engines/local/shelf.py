@@ -1,6 +1,7 @@
 """Keys and values of prefixes that may come back: a group's prompt for its next sibling, a turn for the one after it.
 
-Everything on the shelf was computed under the weights in force; a swap clears it.
+The key of a prefix is its weight version and its ids: what one version computed is never served under another. A swap
+clears the shelf, since no later request can ask for what is on it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+Key = tuple[int, bytes]  # weight version, ids
 
 
 @dataclass(slots=True, eq=False)
@@ -27,30 +30,32 @@ class Prefix:
 
 
 class Shelf:
-    """Least recently used first out, bounded in bytes. An id list is its own key, so a hit is never a guess."""
+    """Least recently used first out, bounded in bytes. Version and id list are the key, so a hit is never a guess."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._stored: OrderedDict[bytes, Prefix] = OrderedDict()
+        self._stored: OrderedDict[Key, Prefix] = OrderedDict()
         self._lengths: Counter[int] = Counter()  # of the stored prefixes, in tokens
 
-    def __contains__(self, ids: np.ndarray) -> bool:
-        return ids.tobytes() in self._stored
+    def holds(self, version: int, ids: np.ndarray) -> bool:
+        """Whether exactly these ids are stored, as `version` computed them."""
+        return (version, ids.tobytes()) in self._stored
 
-    def find(self, ids: np.ndarray) -> Prefix | None:
-        """The longest stored prefix of `ids` ([n] int32) that leaves at least the last id to be read."""
+    def find(self, version: int, ids: np.ndarray) -> Prefix | None:
+        """The longest prefix of `ids` ([n] int32) that `version` computed and that leaves at least the last id to be
+        read."""
         for length in sorted((n for n in self._lengths if n < ids.size), reverse=True):
-            key = ids[:length].tobytes()
+            key = (version, ids[:length].tobytes())
             found = self._stored.get(key)
             if found is not None:
                 self._stored.move_to_end(key)
                 return found
         return None
 
-    def put(self, ids: np.ndarray, prefix: Prefix) -> None:
-        """Keep `prefix` of all of `ids`; the longest unused go when there is no room."""
-        key = ids.tobytes()
+    def put(self, version: int, ids: np.ndarray, prefix: Prefix) -> None:
+        """Keep `prefix` of all of `ids`, computed by `version`; the longest unused go when there is no room."""
+        key = (version, ids.tobytes())
         if key in self._stored:
             self._stored.move_to_end(key)
             return
@@ -67,7 +72,7 @@ class Shelf:
                 del self._lengths[dropped.tokens]
 
     def clear(self) -> None:
-        """Forget all: the weights have changed."""
+        """Forget all."""
         self._stored.clear()
         self._lengths.clear()
         self._bytes = 0
