@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from astraflow.errors import EngineError
-from astraflow.types import Generation, Group, Message, Outcome, Sampling, SourceView, Stored, Task, WeightVersion
+from astraflow.types import (
+    EffectiveWeights,
+    Generation,
+    Group,
+    Message,
+    Outcome,
+    Sampling,
+    SourceView,
+    Stored,
+    Task,
+    WeightVersion,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,6 +143,9 @@ class Engine(Protocol):
         """Swap to `version` between two decode steps; in-flight requests go on under it.
 
         `tensors`: Hugging Face name -> torch tensor. The future gives the version once it is in force."""
+
+    def effective_weights(self) -> Future[EffectiveWeights]:
+        """Checksum of the weights that the forward pass uses now. It costs a pass over their bytes."""
 
     @property
     def version(self) -> int:

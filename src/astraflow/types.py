@@ -65,6 +65,14 @@ class Generation(msgspec.Struct, frozen=True):
     finish_reason: FinishReason  # "stop": the last token is EOS or a stop id; "length": cut by max_tokens or context
 
 
+class EffectiveWeights(msgspec.Struct, frozen=True):
+    """What the forward pass of an engine uses. Produced by an engine when asked, compared with what the trainer has."""
+
+    version: int
+    dtype: str  # of the engine's weights, a name of torch
+    checksum: str  # `models.load.effective_checksum`; "": the engine has no weights
+
+
 class Call(msgspec.Struct, frozen=True):
     """One LLM request inside an episode, as captured by the gateway: exact ids, never re-tokenised."""
 

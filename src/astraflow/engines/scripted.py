@@ -20,7 +20,7 @@ import numpy as np
 from astraflow.config.rooms import resolve
 from astraflow.engines.requests import check_sampling, checked_prompt
 from astraflow.errors import EngineError
-from astraflow.types import FinishReason, Generation, Sampling
+from astraflow.types import EffectiveWeights, FinishReason, Generation, Sampling
 
 _MAX_CONTEXT = 4096
 _MAX_ID = 2**31 - 1
@@ -119,6 +119,15 @@ class ScriptedEngine:
             future.set_result(version)
         else:
             future.set_exception(error)
+        return future
+
+    def effective_weights(self) -> Future[EffectiveWeights]:
+        """It has none."""
+        future: Future[EffectiveWeights] = Future()
+        if self._error is None:
+            future.set_result(EffectiveWeights(self._version, "float32", ""))
+        else:
+            future.set_exception(self._error)
         return future
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -50,6 +51,28 @@ def state_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         seen.add(key)
         found[name] = tensor
     return found
+
+
+def effective_checksum(tensors: Mapping[str, torch.Tensor], dtype: str | None = None) -> str:
+    """xxh3-128 in hex over name, dtype, shape and bytes of `state_tensors`, in the order of their names.
+
+    Args: dtype: numbers are rounded to it first, as a model of that dtype does when it loads them.
+    """
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(DTYPES[dtype])
+        flat = tensor.cpu().contiguous().reshape(-1)
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        if flat.numel():
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Inverse of `DTYPES`."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from astraflow.config.schema import PolicySection, RunConfig
 from astraflow.config.serving import off_policy_problems
 from astraflow.errors import ConfigError
 from astraflow.models.checkpoints import latest_checkpoint
-from astraflow.models.load import load_model, load_tensors, state_tensors
+from astraflow.models.load import effective_checksum, load_model, load_tensors, state_tensors
 from astraflow.models.registry import model_directory
 from astraflow.models.scoring.packing import rows_from_table
 from astraflow.training.audit import Auditor
@@ -32,6 +32,7 @@ from astraflow.training.checkpoint import (
 )
 from astraflow.training.sft import warm_start
 from astraflow.training.step import StepCounts, Stepper, StepSettings
+from astraflow.types import EffectiveWeights
 from astraflow.weights.publisher import Publisher
 from astraflow.weights.store import FileStore
 
@@ -125,6 +126,10 @@ class Learner:
         path = save_checkpoint(self._root, self.model, self._directory, state)
         log.info("checkpoint of version %d at %s", self.version, path)
         return path
+
+    def effective_weights(self, dtype: str) -> EffectiveWeights:
+        """What an engine of `dtype` must compute with under `version`, to be compared with what it says."""
+        return EffectiveWeights(self.version, dtype, effective_checksum(self._copy(), dtype))
 
     def flush(self) -> None:
         """`version` is visible. Raises: WeightError: it could not be published."""

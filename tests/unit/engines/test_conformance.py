@@ -8,7 +8,7 @@ import pytest
 from astraflow.engines.local import LocalEngine
 from astraflow.engines.scripted import ScriptedEngine
 from astraflow.models.load import load_model, state_tensors
-from astraflow.testing.engine_suite import EngineCase, EngineSuite
+from astraflow.testing.engines.suite import EngineCase, EngineSuite
 from astraflow.types import Sampling
 
 PROMPT = [1, 5, 9, 13, 17, 21]

@@ -15,25 +15,26 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
 from astraflow.engines.local.decoder import Decoder
-from astraflow.engines.local.inbox import Inbox, Swap, Work
+from astraflow.engines.local.inbox import Errand, Inbox, Work
 from astraflow.engines.local.rows import Request
 from astraflow.engines.local.sampler import row_key
 from astraflow.engines.requests import check_sampling, checked_prompt, require
 from astraflow.errors import AstraFlowError, EngineError, ModelError
 from astraflow.models.chat import eos_ids
-from astraflow.models.load import load_model
-from astraflow.types import Generation, Sampling
+from astraflow.models.load import dtype_name, effective_checksum, load_model, state_tensors
+from astraflow.types import EffectiveWeights, Generation, Sampling
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 _SEEDED_STREAM = -1  # apart from the streams of engine seeds, which are >= 0
 
@@ -73,7 +74,7 @@ class LocalEngine:
         known = kv_after_swap in ("recompute", "keep")
         require("engine.kv_after_swap", kv_after_swap, known, "must be recompute or keep", "use recompute")
         torch.set_num_threads(threads)
-        model = load_model(model_dir, dtype, "sdpa").requires_grad_(False)
+        self._model = model = load_model(model_dir, dtype, "sdpa").requires_grad_(False)
         self._max_context = _context_limit(model.config, max_context)
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._decoder = Decoder(
@@ -116,10 +117,11 @@ class LocalEngine:
         every later token has the logprob of a fresh pass under its own version; or kept ("keep"), which costs nothing,
         and later tokens then attend to what earlier versions left. What was shelved is dropped in both cases.
         """
-        future: Future[int] = Future()
-        future.set_running_or_notify_cancel()
-        self._inbox.add_swap(Swap(version, tensors, future))
-        return future
+        return self._between_steps(lambda: self._swap(version, tensors))
+
+    def effective_weights(self) -> Future[EffectiveWeights]:
+        """The checksum of the live model's weights, tied ones once; the rows wait while it is computed."""
+        return self._between_steps(self._effective_weights)
 
     @property
     def version(self) -> int:
@@ -178,8 +180,11 @@ class LocalEngine:
         finished = [(request, nothing()) for request in work.cancelled_waiting]
         if work.cancelled_running:
             finished += decoder.drop_cancelled()
-        for swap in work.swaps:
-            self._swap(swap)
+        for errand in work.errands:
+            try:
+                inbox.finish_errand(errand, errand.act())
+            except ModelError as error:  # nothing was changed; the rows go on under the old weights
+                inbox.finish_errand(errand, None, error)
         if work.admitted:
             self._counts["requests"] += len(work.admitted)
             decoder.admit(work.admitted)
@@ -188,16 +193,22 @@ class LocalEngine:
         if finished:
             inbox.finish(finished)
 
-    def _swap(self, swap: Swap) -> None:
+    def _between_steps(self, act: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+        self._inbox.add_errand(Errand(act, future))
+        return future
+
+    def _swap(self, version: int, tensors: Mapping[str, Any]) -> int:
         began = time.perf_counter()
-        try:
-            self._decoder.swap(swap.version, swap.tensors)
-        except ModelError as error:  # nothing was changed; the rows go on under the old weights
-            self._inbox.finish_swap(swap, error)
-            return
+        self._decoder.swap(version, tensors)
         self._counts["swaps"] += 1
         self._counts["swap_s"] += time.perf_counter() - began
-        self._inbox.finish_swap(swap, None)
+        return version
+
+    def _effective_weights(self) -> EffectiveWeights:
+        checksum = effective_checksum(state_tensors(self._model))
+        return EffectiveWeights(self.version, dtype_name(self._model.dtype), checksum)
 
 
 def nothing() -> Generation:

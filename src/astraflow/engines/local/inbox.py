@@ -1,7 +1,7 @@
 """What other threads ask of an engine thread, and the one place that decides who answers a future.
 
-A request or swap is pending from `add` until `finish`, `finish_swap` or `fail` takes it out under the lock, so every
-future is answered exactly once, also when `close` races with a step.
+A request or errand is pending from `add...` until `finish...` or `fail` takes it out under the lock, so every future is
+answered exactly once, also when `close` races with a step.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +23,11 @@ _BURST = 64  # requests after which a gathering thread looks again
 
 
 @dataclass(slots=True, eq=False)
-class Swap:
-    """New weights asked for; `tensors`: Hugging Face name -> torch tensor."""
+class Errand:
+    """Something to do with the weights between two decode steps. `future`: what `act` returns, or its ModelError."""
 
-    version: int
-    tensors: Mapping[str, Any]
-    future: Future[int]
+    act: Callable[[], Any]
+    future: Future[Any]
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class Work:
 
     cancelled_waiting: list[Request]  # never started
     cancelled_running: bool  # some running request has `cancelled` set
-    swaps: list[Swap]
+    errands: list[Errand]
     admitted: list[Request]
 
 
@@ -49,7 +48,7 @@ class Inbox:
         self._wake = threading.Condition()
         self._pending: dict[str, Request] = {}  # waiting and running
         self._waiting: deque[Request] = deque()
-        self._swaps: deque[Swap] = deque()
+        self._errands: deque[Errand] = deque()
         self._cancels = False
         self._error: EngineError | None = None
         self.ended: Future[EngineError] = Future()
@@ -71,15 +70,15 @@ class Inbox:
         if error is not None:
             request.future.set_exception(error)
 
-    def add_swap(self, swap: Swap) -> None:
-        """Queue new weights; the future fails if the engine has ended."""
+    def add_errand(self, errand: Errand) -> None:
+        """Queue it; the future fails if the engine has ended."""
         with self._wake:
             error = self._error
             if error is None:
-                self._swaps.append(swap)
+                self._errands.append(errand)
                 self._wake.notify()
         if error is not None:
-            swap.future.set_exception(error)
+            errand.future.set_exception(error)
 
     def cancel(self, request_id: str) -> None:
         """Mark a pending request; unknown ids are finished ones."""
@@ -93,7 +92,7 @@ class Inbox:
         """What to do now, admitting at most `room`. Waits for something to do when not `busy`, and for a burst of
         requests to pass. None: the engine has ended."""
         with self._wake:
-            while not (busy or self._error or self._swaps or self._cancels or self._is_ready()):
+            while not (busy or self._error or self._errands or self._cancels or self._is_ready()):
                 self._wake.wait(self._waiting[0].ready_s - time.monotonic() if self._waiting else None)
             self._gather(room)
             if self._error is not None:
@@ -107,7 +106,7 @@ class Inbox:
             admitted: list[Request] = []
             while len(admitted) < room and self._is_ready():
                 admitted.append(self._waiting.popleft())
-            return Work(dropped, running_too, list(self._swaps), admitted)
+            return Work(dropped, running_too, list(self._errands), admitted)
 
     def finish(self, finished: Sequence[tuple[Request, Generation]]) -> None:
         """Answer requests, all in one go."""
@@ -116,16 +115,16 @@ class Inbox:
         for request, generation in mine:
             request.future.set_result(generation)
 
-    def finish_swap(self, swap: Swap, error: AstraFlowError | None) -> None:
-        """Answer the swap."""
+    def finish_errand(self, errand: Errand, result: Any, error: AstraFlowError | None = None) -> None:
+        """Answer it."""
         with self._wake:
-            if swap not in self._swaps:
+            if errand not in self._errands:
                 return
-            self._swaps.remove(swap)
+            self._errands.remove(errand)
         if error is None:
-            swap.future.set_result(swap.version)
+            errand.future.set_result(result)
         else:
-            swap.future.set_exception(error)
+            errand.future.set_exception(error)
 
     def fail(self, error: EngineError) -> None:
         """End the engine: everything pending fails with `error`, once `ended` says so. Only the first call counts."""
@@ -134,10 +133,10 @@ class Inbox:
                 return
             self._error = error
             futures: list[Future[Any]] = [request.future for request in self._pending.values()]
-            futures += [swap.future for swap in self._swaps]
+            futures += [errand.future for errand in self._errands]
             self._pending.clear()
             self._waiting.clear()
-            self._swaps.clear()
+            self._errands.clear()
             self._wake.notify()
         self.ended.set_result(error)
         for future in futures:

@@ -183,3 +183,5 @@ class EngineSuite:
             case.engine.submit("b", case.prompt, Sampling(max_tokens=1)).result(_DEADLINE_S)
         with pytest.raises(EngineError, match="closed"):
             case.engine.load_weights(1, case.tensors).result(_DEADLINE_S)
+        with pytest.raises(EngineError, match="closed"):
+            case.engine.effective_weights().result(_DEADLINE_S)
