@@ -10,7 +10,7 @@ import pytest
 from astraflow.errors import WeightError
 from astraflow.testing.weights import make_tensors, same_bits
 from astraflow.weights.manifest import Manifest
-from astraflow.weights.publisher import Publisher
+from astraflow.weights.publisher import Backlog, Publisher
 from astraflow.weights.store import FileStore
 
 
@@ -83,6 +83,23 @@ def test_what_could_not_be_published_is_said_at_the_next_call(store: FileStore) 
     publisher.flush()
     assert store.versions() == [0, 1]
     publisher.close()
+
+
+def test_a_version_is_published_also_when_one_before_it_could_not_be() -> None:
+    backlog, may_fail, published = Backlog("test"), threading.Event(), []
+
+    def fails() -> None:
+        may_fail.wait(10)
+        raise WeightError("disk", "full", "is full", "free some")
+
+    backlog.add(fails)
+    backlog.add(lambda: published.append(1))
+    may_fail.set()
+    with pytest.raises(WeightError, match="is full"):
+        backlog.add(lambda: published.append(2))
+    backlog.flush()
+    backlog.close()
+    assert published == [1, 2]
 
 
 def test_a_trainer_that_trains_again_publishes_older_versions_than_the_store_has(tmp_path: Path) -> None:
