@@ -249,12 +249,22 @@ def _base_url(value: str) -> str:
 BaseUrl = Annotated[str, AfterValidator(_base_url)]
 
 
+def _store_url(value: str) -> str:
+    if value and not re.fullmatch(r"(?!.*::)(file:///|(?!https?:|file:)[A-Za-z][A-Za-z0-9+.-]*://)[^?#\s]+", value):
+        raise ValueError("must be s3://bucket/prefix, file:///directory or the like without a query, or empty")
+    return value
+
+
+StoreUrl = Annotated[str, AfterValidator(_store_url)]
+
+
 class WeightsSection(Strict):
     """[weights]: how many versions stay, and where they are served."""
 
     host: str = Field("127.0.0.1", description="where each trainer serves its weights; beyond loopback needs a token")
     port: int = Field(0, ge=0, le=65535, description="0: any free port")
     announce: BaseUrl = Field("", description="URL by which nodes reach that server; empty: as it listens")
+    url: StoreUrl = Field("", description="object store that gets every version too; empty: none")
     keep: int = Field(4, ge=2, description="newest versions kept, beside those that are read or that they rest on")
     deltas: bool = Field(True, description="a version may travel as its changes since the one before")
     full_every: int = Field(50, ge=1, description="one version in so many carries all its tensors")

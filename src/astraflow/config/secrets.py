@@ -11,6 +11,8 @@ NAMES = r"(?:token|api[_-]?key|apikey|access[_-]?key|private[_-]?key|password|pa
 _NAME = re.compile(rf"(?:|.*[_\-. ]){NAMES}", re.IGNORECASE)  # may end a longer one, never begin one (tokens)
 _OF_TEXT = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask|stop)_token", re.IGNORECASE)
 _SPECIAL = re.compile(r"[<\[]")  # image_token = "<image>"
+_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/@\s?#]*)@")
+_CONTAINERS = frozenset({"abfs", "abfss", "wasb", "wasbs"})  # container@account, which is no secret
 
 
 def is_secret_name(name: str) -> bool:
@@ -23,6 +25,17 @@ def is_secret(name: str, value: object) -> bool:
     if not is_secret_name(name) or not isinstance(value, str | bytes) or not value:
         return False
     return isinstance(value, bytes) or _SPECIAL.match(value) is None
+
+
+def has_credentials(url: str) -> bool:
+    """Whether a URL names a user or a password."""
+    found = _USER.match(url)
+    return found is not None and (":" in found[2] or found[1].lower() not in _CONTAINERS)
+
+
+def masked_url(url: str) -> str:
+    """`url` as it may be shown."""
+    return _USER.sub(r"\1://***@", url, count=1) if has_credentials(url) else url
 
 
 def unfit_to_save(raw: object, where: str = "") -> Iterator[str]:
@@ -39,6 +52,11 @@ def unfit_to_save(raw: object, where: str = "") -> Iterator[str]:
                 f"{path}=*** must not be written in a run file, which is saved and sent as it is; give the name of an "
                 f"environment variable under another key, such as {key}_env, and read it with "
                 "astraflow.config.env.secret_from_env"
+            )
+        elif isinstance(value, str) and has_credentials(value):
+            yield (
+                f"{path}={masked_url(value)} must not hold a user or password, as a run file is saved and sent as it "
+                "is; give them to the processes by the environment, as the library of that scheme reads them"
             )
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{path}={value} must be a finite number; give a large one, or leave it out for the default"

@@ -73,9 +73,12 @@ class DataflowClient:
         """A trainer of `policy` starts at `resume.version`; batches after it will be served again."""
         return self._http.json("POST", f"/policies/{policy}/resume", resume, m.ResumeReply)
 
-    def trainer_heartbeat(self, policy: str, trainer_id: str, stats: Mapping[str, float] | None = None) -> None:
-        """The trainer lives, and is not reported as silent."""
-        body = m.TrainerHeartbeat(trainer_id=trainer_id, stats=_finite("stats", stats))
+    def trainer_heartbeat(
+        self, policy: str, trainer_id: str, stats: Mapping[str, float] | None = None,
+        stores: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        """The trainer lives, and is not reported as silent. `stores`: URL -> newest version of further stores."""
+        body = m.TrainerHeartbeat(trainer_id=trainer_id, stats=_finite("stats", stats), stores=dict(stores or {}))
         self._http.json("POST", f"/policies/{policy}/heartbeat", body, m.Ok)
 
     def batch(

@@ -151,7 +151,8 @@ class _Endpoints:
     async def trainer_heartbeat(self, request: Request) -> Response:
         body = await read_json(request, m.TrainerHeartbeat)
         name, _ = self._trainer(request, body.trainer_id)
-        self._machine.live.hear_trainer(name, self._shell.now()).stats = body.stats
+        seen = self._machine.live.hear_trainer(name, self._shell.now())
+        seen.stats, seen.stores = body.stats, body.stores
         return json_reply(m.Ok())
 
     async def batch(self, request: Request) -> Response:

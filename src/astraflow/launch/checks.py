@@ -26,6 +26,7 @@ from astraflow.errors import AstraFlowError, ConfigError, Problem, SourceError
 from astraflow.observe.trackers import TRACKERS
 from astraflow.stages.context import StageRun, build_stage
 from astraflow.types import SourceView, Task
+from astraflow.weights.objects.bucket import package_problem
 from astraflow.wire.app import bind
 from astraflow.workflows.load import build_workflow
 from astraflow.workflows.single_turn import SingleTurn
@@ -100,6 +101,8 @@ def missing_packages(config: RunConfig) -> list[str]:
         if find_spec(module) is None:
             fix = fixes.get(module, "pip install 'astraflow[train,serve]'")
             problems.append(f"package={module} is not installed and this run needs it; {fix}")
+    if config.weights.url and (problem := package_problem(config.weights.url)):
+        problems.append(f"weights.url={config.weights.url!r} {problem}")
     return problems
 
 

@@ -10,6 +10,7 @@
 | main thread         | steps, checkpoints | a full batch (long polls, logged) | the commit that completes the batch   |
 | main thread         | acknowledgements   | its version to be visible         | the publisher thread                  |
 | publisher thread    | weight versions    | a copy of the weights             | the end of a step                     |
+| mirror thread       | `weights.url`      | its version to be visible         | the publisher thread                  |
 | heartbeat thread    | signs of life      | `dataflow.heartbeat_s`            | time; its failure ends the main loop  |
 | weights server      | bytes for readers  | requests (a process of its own)   | nodes; it ends with the trainer       |
 | main thread, at end | final weights      | the run to be over                | the last evaluation round             |
@@ -63,6 +64,7 @@ def run_trainer(dataflow: str, policy: str, run_dir: Path, *, threads: int = 0, 
             server = start_server(run_dir / "weights", config.weights.host, config.weights.port, token)
             stack.callback(server.stop)
             there = announced(server, policy, config.weights, dataflow)
+            session.mirror(learner.store)
             session.resume(learner.version, (learner.store.url, there))
         except Interrupted:
             return 0
@@ -109,6 +111,7 @@ class Trainer:
                 "batch.step", header.step, f"must be {self._learner.version}", "restart the trainer of this policy"
             )
         metrics |= {"perf/wait_s": waited, "perf/busy_s": wall - waited, "perf/idle_fraction": waited / wall}
+        metrics |= {f"weights/{name}": value for name, value in self._session.mirror_stats.items()}
         metrics["perf/loop_tokens_per_s"] = metrics["tokens"] / wall
         self._session.acknowledge(header, metrics)
         stats = self._session.stats

@@ -64,7 +64,7 @@ class FileStore:
                 "policy", policy, "is not a policy name", "use letters, digits, '_', '.', '-', a letter first"
             )
         self.policy, self.keep, self.full_every, self.durable = policy, keep, full_every, durable
-        self._pinned = frozenset(pinned)
+        self.pinned = frozenset(pinned)
         self.directory = Path(root).absolute() / policy
         self.num_kept_existing = 0  # publishes that found other content under their version and kept it
         self._thread_lock = threading.Lock()
@@ -308,7 +308,7 @@ class FileStore:
             return
         gone: list[Path] = []
         with contextlib.suppress(BlockingIOError), retiring(self.directory) as read_now:
-            stay = retained(infos, self.keep, read_now | self._pinned | {newest})
+            stay = retained(infos, self.keep, read_now | self.pinned | {newest})
             for version in self.versions():
                 if version not in stay:
                     gone.append(self._temporary(version))

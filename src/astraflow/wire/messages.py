@@ -172,10 +172,15 @@ class ResumeReply(msgspec.Struct):
 
 
 class TrainerHeartbeat(msgspec.Struct, kw_only=True):
-    """I live: without it `dataflow.batch_lease_s` long, the trainer is reported as silent."""
+    """I live: without it `dataflow.batch_lease_s` long, the trainer is reported as silent.
+
+    `stores`: weight stores that get each version after it is announced, with the newest that each of them has. Nodes are
+    told of one while it has the newest version.
+    """
 
     trainer_id: Id
     stats: dict[str, float] = {}
+    stores: Annotated[dict[Annotated[str, msgspec.Meta(max_length=4096)], int], msgspec.Meta(max_length=16)] = {}
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):

@@ -27,7 +27,9 @@ class Heard:
 
 
 class Relays:
-    """`versions` is what nodes and relays are told: the trainers' stores, then those of live relays."""
+    """`versions` is what nodes and relays are told: the trainers' stores, then those of live relays.
+
+    An object store outlives its trainer: it is told of however long that is silent."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
@@ -60,11 +62,12 @@ class Relays:
 
     def versions(self, but: str = "") -> dict[str, WeightVersion]:
         """The newest version of every policy, and all stores that have it or will fetch it."""
-        known = self._shell.machine.leases.versions()
         bases = [heard.relay.url.rstrip("/") for relay_id, heard in self.live().items() if relay_id != but]
-        if not bases:
-            return known
-        return {
-            name: WeightVersion(name, v.version, (*v.urls, *(f"{base}/weights/{name}" for base in bases)))
-            for name, v in known.items()
-        }
+        told = {}
+        for name, newest in self._shell.machine.leases.versions().items():
+            trainer = self._shell.machine.live.trainers.get(name)
+            later = trainer.stores.items() if trainer is not None else ()
+            there = [url for url, version in later if version >= newest.version]
+            urls = (*newest.urls, *there, *(f"{base}/weights/{name}" for base in bases))
+            told[name] = WeightVersion(name, newest.version, urls)
+        return told

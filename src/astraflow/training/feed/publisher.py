@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from astraflow.config.schema import WeightsSection
+from astraflow.errors import ConfigError
+from astraflow.weights.objects.bucket import package_problem
+from astraflow.weights.objects.mirror import Mirror
 from astraflow.weights.publisher import Publisher
 from astraflow.weights.server import ServerProcess, start_server
 from astraflow.weights.store import FileStore
@@ -21,19 +24,19 @@ class Versions:
     """Versions below `root/policy`, kept and served as [weights] of the run file says."""
 
     def __init__(self, root: Path, policy: str, section: WeightsSection, dataflow: str, token: str | None) -> None:
-        self._store = FileStore(root, policy, keep=section.keep, full_every=section.full_every, durable=False)
-        self._encoder = Publisher(self._store, deltas=section.deltas)
+        self.store = FileStore(root, policy, keep=section.keep, full_every=section.full_every, durable=False)
+        self._encoder = Publisher(self.store, deltas=section.deltas)
         self._server = start_server(root, section.host, section.port, token)
         self._policy, self._section, self._dataflow = policy, section, dataflow
 
     @property
     def urls(self) -> tuple[str, ...]:
         """Where nodes find the versions: as files on this host, over HTTP on others."""
-        return (self._store.url, announced(self._server, self._policy, self._section, self._dataflow))
+        return (self.store.url, announced(self._server, self._policy, self._section, self._dataflow))
 
     def has(self, version: int) -> bool:
         """`version` is visible."""
-        return version in self._store.versions()
+        return version in self.store.versions()
 
     def publish(self, version: int, tensors: Mapping[str, Any], files: Iterable[Path] = ()) -> None:
         """See `TrainerSession.publish`."""
@@ -59,6 +62,20 @@ def _untied(tensors: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = tensor
         seen.add(place)
     return found
+
+
+def start_mirror(
+    store: FileStore, section: WeightsSection, run_id: str, on_change: Callable[[Mirror], None]
+) -> Mirror | None:
+    """The versions of `store` in `weights.url` too; None: the run has no object store.
+
+    Raises: ConfigError: a package is missing.
+    """
+    if not section.url:
+        return None
+    if problem := package_problem(section.url):
+        raise ConfigError("run file", [f"weights.url={section.url!r} {problem}"])
+    return Mirror(store, f"{section.url.rstrip('/')}/{run_id}", on_change)
 
 
 def announced(server: ServerProcess, policy: str, section: WeightsSection, dataflow: str) -> str:

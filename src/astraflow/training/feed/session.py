@@ -36,12 +36,15 @@ from astraflow.config.env import token_from_env
 from astraflow.config.load import config_from_json
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import ConfigError, TrainingError, Unreachable, WireError
-from astraflow.training.feed.publisher import Versions
+from astraflow.training.feed.publisher import Versions, start_mirror
 from astraflow.types import BatchHeader
+from astraflow.weights.objects.mirror import Mirror
+from astraflow.weights.store import FileStore
 from astraflow.wire.messages import Resume
 from astraflow.wire.patience import FIRST_ANSWER_S, GONE_S, RETRY_S, Stopped, ask_patiently
 
 LEAVING_S = 20.0  # the patience at the end of the run, when the service may have left before us
+MIRRORED_S = 60.0  # for the last version to come into the object store, after the end of the run
 POLL_S = 2.0
 TELL_EVERY_S = 30.0
 GONE = 410  # HTTP: the run is over
@@ -98,16 +101,32 @@ class TrainerSession:
         if policy not in self.config.policies:
             known = ", ".join(self.config.policies)
             raise ConfigError(self.run.run, [f"policy={policy!r} is not in the run; use one of {known}"])
-        self._publisher = None
-        if weights is not None and self._leads:
-            self._publisher = Versions(weights, policy, self.config.weights, dataflow, self._token)
         self.version = -1  # newest that was acknowledged, or resumed at; -1: not resumed yet
         self.stats: dict[str, float] = {}  # finite ones go out with each heartbeat: gauges and counters of yours
+        self.stores: dict[str, int] = {}  # URL -> newest version there, of stores that get it after it is announced
         self._held: BatchHeader | None = None  # taken and not acknowledged
         self._failure: BaseException | None = None  # of the heartbeat thread
         self._ended = threading.Event()
+        self._beat_soon = threading.Event()
         self._beats: DataflowClient | None = None  # a client of its own: heartbeats never wait behind a batch
         self._beating: threading.Thread | None = None
+        self._publisher: Versions | None = None
+        self._mirror: Mirror | None = None
+        if weights is not None and self._leads:
+            self._publisher = Versions(weights, policy, self.config.weights, dataflow, self._token)
+            self.mirror(self._publisher.store)
+
+    def mirror(self, store: FileStore) -> None:
+        """Copy the versions of `store` into `weights.url` too, if the run has one; nodes are told of it by heartbeats.
+
+        With `weights` given to the session this is done already. Raises: ConfigError: a package is missing.
+        """
+        self._mirror = start_mirror(store, self.config.weights, self.run.run_id, self._mirrored)
+
+    @property
+    def mirror_stats(self) -> dict[str, float]:
+        """How far the object store is; empty: the run has none."""
+        return {} if self._mirror is None else self._mirror.stats
 
     def publish(self, version: int, tensors: Mapping[str, Any], files: Iterable[Path] = ()) -> None:
         """Make `version` visible to nodes. Publishing it again, as after a crash, keeps what is there.
@@ -135,6 +154,7 @@ class TrainerSession:
         urls = urls or (self._publisher.urls if self._publisher is not None else ())
         resume = Resume(trainer_id=self.trainer_id, version=version, run_id=self.run.run_id, urls=urls)
         reply = self.patient(lambda: self._client.resume(self._policy, resume))
+        self._announce(version)
         self._start_beating()
         log.info("trains from version %d; %d batches come again", version, reply.replayed_batches)
 
@@ -191,6 +211,7 @@ class TrainerSession:
             )
         if self._leads:
             self.patient(lambda: self._client.ack(header, self.trainer_id, metrics))
+            self._announce(header.step)
         self.version, self._held = header.step, None
 
     def checkpoint(self) -> None:
@@ -206,7 +227,8 @@ class TrainerSession:
                 raise
 
     def wait_until_finished(self) -> None:
-        """Stay until the last evaluation round is done, so that its nodes can fetch the last version."""
+        """Stay until the last evaluation round is done, so that its nodes can fetch the last version, and until that is
+        in the object store."""
         try:
             while not self.patient(self._client.run, LEAVING_S).finished and not self._stop.wait(1.0):
                 self.check()
@@ -214,6 +236,8 @@ class TrainerSession:
             return
         except Unreachable:
             log.info("the dataflow service is gone; the run is over for %s", self._policy)
+        if self._mirror is not None and not self._mirror.flush(MIRRORED_S, self._stop):
+            log.warning("weights.url has %s up to version %d only", self._policy, self._mirror.version)
 
     def patient(self, call: Callable[[], T], gone_s: float = GONE_S) -> T:
         """The answer of a service that may be out of reach for a while; says in the log what is waited for.
@@ -232,8 +256,11 @@ class TrainerSession:
             raise self._failure
 
     def close(self) -> None:
-        """End the heartbeats and the weights server."""
+        """End the heartbeats, the mirror and the weights server."""
         self._ended.set()
+        self._beat_soon.set()
+        if self._mirror is not None:
+            self._mirror.close()
         if self._beats is not None and self._beating is not None:
             self._beats.close()
             self._beating.join(LEAVING_S)
@@ -260,11 +287,26 @@ class TrainerSession:
 
     def _beat(self, client: DataflowClient) -> None:
         try:
-            while not self._ended.wait(self.config.dataflow.heartbeat_s):
-                client.trainer_heartbeat(self._policy, self.trainer_id, dict(self.stats))
+            while True:
+                self._beat_soon.wait(self.config.dataflow.heartbeat_s)
+                self._beat_soon.clear()
+                if self._ended.is_set():
+                    return
+                client.trainer_heartbeat(self._policy, self.trainer_id, dict(self.stats), dict(self.stores))
         except BaseException as error:  # handed to the thread of the session, which raises it
             if not self._ended.is_set() and not is_over(error):
                 self._failure = error
+
+    def _announce(self, version: int) -> None:
+        if self._mirror is not None:
+            self._mirror.announce(version)
+
+    def _mirrored(self, mirror: Mirror) -> None:
+        """In the mirror's thread."""
+        self.stats |= mirror.stats
+        if mirror.url and mirror.version >= 0:
+            self.stores[mirror.url] = mirror.version
+            self._beat_soon.set()
 
 
 def is_over(error: BaseException) -> bool:

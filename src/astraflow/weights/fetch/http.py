@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from astraflow.errors import Unreachable, WeightError, WireError
 from astraflow.weights.app import Listing
 from astraflow.weights.fetch.route import TRIES, Lease
-from astraflow.weights.fetch.spool import MIN_BYTES, Spooled
+from astraflow.weights.fetch.spool import MIN_BYTES, collected
 from astraflow.weights.manifest import MANIFEST, Delta, FileEntry, Manifest, Part, read_manifest
 from astraflow.weights.plan import VersionInfo
 from astraflow.wire.client import HttpClient
@@ -56,18 +55,11 @@ class HttpReader:
     def read(self, version: int, entry: Part | FileEntry) -> Any:
         """All bytes of a part in one buffer, going on where a cut download ended, also one of a process that died."""
         path = f"{self._path}/{version}/{entry.name}"
-        if self._spool is not None and entry.nbytes >= MIN_BYTES:
-            with contextlib.suppress(BlockingIOError), Spooled(self._spool, entry.xxh3, entry.nbytes) as spooled:
-                self._download(path, entry, spooled.target, spooled.filled, spooled.fill)
-                return spooled.take()
-        target = np.empty(entry.nbytes, np.uint8).data  # not zeroed: saves a pass over all bytes
-        self._download(path, entry, target)
-        return target
+        return collected(self._spool, entry, lambda *target: self._download(path, entry, *target), MIN_BYTES)
 
     def _download(
-        self, path: str, entry: Part | FileEntry, target: memoryview, filled: int = 0,
-        on_piece: Callable[[int], None] | None = None,
-    ) -> None:  # fmt: skip
+        self, path: str, entry: Part | FileEntry, target: memoryview, filled: int, on_piece: Callable[[int], None]
+    ) -> None:
         tries = 0
         while filled < entry.nbytes:
             before = filled

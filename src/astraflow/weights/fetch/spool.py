@@ -12,9 +12,17 @@ import mmap
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
+
+from astraflow.weights.manifest import FileEntry, Part
+
+Download = Callable[[memoryview, int, Callable[[int], None]], None]
+"""Fills a buffer from a position on, and says after each piece up to where it is filled."""
 
 MIN_BYTES = 1 << 20
 """A smaller part is quicker fetched again than looked after."""
@@ -65,6 +73,18 @@ class Spooled:
         self.target.release()
         self._map.close()
         os.close(self._fd)
+
+
+def collected(spool: Path | None, entry: Part | FileEntry, download: Download, min_bytes: int = MIN_BYTES) -> Any:
+    """All bytes of `entry` in one writable buffer; a large part lies in `spool` while it comes, and goes on from what
+    is there."""
+    if spool is not None and entry.nbytes >= min_bytes:
+        with contextlib.suppress(BlockingIOError), Spooled(spool, entry.xxh3, entry.nbytes) as spooled:
+            download(spooled.target, spooled.filled, spooled.fill)
+            return spooled.take()
+    target = np.empty(entry.nbytes, np.uint8).data  # not zeroed: saves a pass over all bytes
+    download(target, 0, lambda filled: None)
+    return target
 
 
 def sweep(directory: Path) -> None:
