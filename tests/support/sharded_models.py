@@ -72,9 +72,9 @@ def store_at(place: Path, rank: int) -> FileStore | None:
     return None if rank else FileStore(place / "sharded", "actor", full_every=3)
 
 
-def publish_versions(rank: int, place: Path, num_versions: int, on_device: bool) -> list[int]:
+def publish_versions(rank: int, place: Path, num_versions: int, on_device: bool, deltas: bool = True) -> list[int]:
     """Bytes of weights that this rank copied for each version."""
-    publisher = ShardedPublisher(store_at(place, rank), on_device=on_device, timeout_s=20)
+    publisher = ShardedPublisher(store_at(place, rank), on_device=on_device, deltas=deltas, timeout_s=20)
     copied = []
     for version in range(num_versions):
         publisher.submit(version, spread(model(version)))

@@ -39,11 +39,12 @@ class HostCopy:
         self.tensors: dict[str, torch.Tensor] = {}
         self._next: dict[str, torch.Tensor] = {}
         self._writer: PartWriter | None = None
-        self.parts: list[bytes] = []  # of the delta between the last two versions, where one was asked for
+        self.parts: list[bytes] = []  # of the delta to the last version, where one was asked for
 
     def begin(self, version: int, names: Collection[str], *, encode: bool) -> None:
         """From here to `end` the tensors are of no version. `encode`: the changes to `version` become a delta."""
-        self.parts, self._writer = [], None
+        self.parts.clear()
+        self._writer = None
         if encode and self.version >= 0:
             self._writer = PartWriter(self.version, version, self.tensors.keys() - set(names))
         self.version, self._next = -1, {}
@@ -80,7 +81,8 @@ class HostCopy:
 
     def drop(self) -> None:
         """Something went wrong: nothing is held any more."""
-        self.version, self.tensors, self._next, self._writer, self.parts = -1, {}, {}, None, []
+        self.version, self.tensors, self._next, self._writer = -1, {}, {}, None
+        self.parts.clear()
 
     def _change_some(self, writer: PartWriter, what: Described, tensor: torch.Tensor, run: Run) -> None:
         bits, element = flat_bits(tensor), ELEMENTS[what.dtype]

@@ -88,7 +88,7 @@ class ShardedPublisher:
         self._base: Snapshot | None = None  # what the leader's host copy holds of this rank
         self._host = HostCopy()
         self._checksums: dict[str, str] = {}  # of the host copy's version, as it was published
-        self._lost: RankLost | None = None
+        self._lost: Exception | None = None  # after it the ranks are not in step any more
 
     @property
     def seconds(self) -> float:
@@ -131,9 +131,11 @@ class ShardedPublisher:
                 self._lead(at_hand)
             else:
                 self._follow(at_hand)
-        except RankLost as error:
-            self._lost, self._base = error, None
-            self._host.drop()
+        except Exception as error:
+            if not isinstance(error, WeightError) or isinstance(error, RankLost):  # other ranks do not know of it
+                self._lost, self._base = error, None
+                self._host.drop()
+                self._exchange.close()
             raise
 
     def _layout(self, version: int, snapshot: Snapshot | str) -> Layout:
@@ -172,11 +174,12 @@ class ShardedPublisher:
             self._exchange.send(rank, told[rank])
         if told[0].problem:
             raise version.failed(0, told[0].problem)
-        base, checksums = self._host.version, self._checksums
+        encoded = self._deltas and not told[0].whole
+        base = Encoded(self._host.version, self._checksums, self._host.parts) if encoded else None
         problem = self._collect(version, of, told)
+        held = not problem
         if not problem:
-            problem = self._write(version, None if told[0].whole else Encoded(base, checksums, self._host.parts))
-        held = self._host.version == version.number
+            problem = self._write(version, base)
         for rank in others:
             self._exchange.send(rank, Outcome(held, problem))
         self._settle(version, told[0], held=held)
@@ -245,7 +248,7 @@ class ShardedPublisher:
     def _settle(self, version: _Version, plan: Plan, *, held: bool) -> None:
         self._base = version.snapshot if held else None
         self._skip = frozenset(entry.name for entry in version.layout.held) - plan.sends if held else frozenset()
-        self._host.parts = []
+        self._host.parts.clear()
 
     def _mine(self, error: object) -> str:
         said = str(error) if isinstance(error, WeightError | str) else repr(error)

@@ -52,6 +52,13 @@ def test_versions_are_those_of_a_model_in_one_place(plain, tmp_path, num_ranks, 
     assert all(0 < rank[-1] < whole / (num_ranks - 0.5) + 1000 for rank in copied), "a rank copies its own part"
 
 
+def test_versions_without_deltas_travel_whole(tmp_path):
+    run_ranks(2, sharded_models.publish_versions, tmp_path, 3, False, False)
+    store = FileStore(tmp_path / "sharded", "actor")
+    assert [(info.base, info.full_nbytes >= 0) for info in store.infos().values()] == [(-1, True)] * 3
+    assert same_bits(store.fetch(2), sharded_models.model(2))
+
+
 def test_one_process_that_holds_all_of_it_needs_no_group(plain, tmp_path):
     store = FileStore(tmp_path, "actor", full_every=3)
     publisher = ShardedPublisher(store, on_device=True)
