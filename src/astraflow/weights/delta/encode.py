@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from astraflow.weights.delta.order import ELEMENTS, Element, Ints, dtype_code, flat_bits, ordered, zigzag
-from astraflow.weights.delta.planes import entropy_bits
+from astraflow.weights.delta.planes import entropy_bits, number_bits
 from astraflow.weights.delta.reader import Run, Stretch
 from astraflow.weights.delta.writer import Described, PartWriter
 from astraflow.weights.files.layout import PART_BYTES
@@ -128,14 +128,14 @@ def changed_positions(old: Ints, new: Ints) -> Ints:
 def sparse_pays(before: Ints, after: Ints, element: Element) -> bool:
     """Whether changed elements are fewer bytes than the tensor: judged by a `sample` of it before and after.
 
-    Seldom changed is sparse without more ado. Otherwise the two forms are compared by the entropy of their byte planes.
+    Seldom changed is sparse without more ado. Otherwise the two forms are compared by the bits that ideal coders need.
     """
     positions = np.flatnonzero(before != after)
     if len(positions) <= len(after) * _SPARSE_SHARE:
         return True
     differences = ordered(after[positions], element) - ordered(before[positions], element)
     gaps = (np.diff(positions, prepend=-1) - 1).astype("<u2")
-    return entropy_bits(gaps) + entropy_bits(zigzag(differences)) < entropy_bits(after)
+    return number_bits(gaps) + number_bits(zigzag(differences)) < entropy_bits(after)
 
 
 def sample(flat: torch.Tensor) -> Ints:

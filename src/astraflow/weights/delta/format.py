@@ -2,7 +2,7 @@
 
 | bytes             | what                                                                         |
 |-------------------|------------------------------------------------------------------------------|
-| 4                 | `AFD1`                                                                       |
+| 4                 | `AFD2`                                                                       |
 | 4, 4              | bytes of the header as stored and as it is (u32); equal: it is plain         |
 | header            | `Header`, JSON, one zstd frame                                               |
 | payload           | planes of the blocks of the groups, in the header's order, without gaps      |
@@ -10,9 +10,9 @@
 
 A group is one sequence of elements of one width that runs through all its segments; it is cut into blocks of `block`
 elements (the last one is shorter) wherever that falls, so that small tensors share a block and the memory of a decoder
-does not depend on the size of a tensor. A block is a list of planes (see planes.py): of sparse segments those of the
-gaps (1, 2, 4 or 8) and then those of the zig-zag differences, of full segments those of the bit patterns. The gap of an
-element counts the elements left out since the one before it, or since the start of its segment.
+does not depend on the size of a tensor. A block is a list of planes (see planes.py): of sparse segments the symbols and
+bits of the gaps and those of the zig-zag differences, of full segments the byte planes of the bit patterns. The gap of
+an element counts the elements left out since the one before it, or since the start of its segment.
 
 A tensor that does not fit in a part goes on in the next as another segment. Each part can be applied by itself.
 """
@@ -31,8 +31,9 @@ from astraflow.weights.delta.faults import DamagedDelta
 from astraflow.weights.delta.order import ELEMENTS, Element
 from astraflow.weights.delta.planes import compress, decompress
 
-MAGIC = b"AFD1"
+MAGIC = b"AFD2"
 MAX_BLOCK = 1 << 20
+SPARSE_PLANES = 4
 MAX_HEADER_BYTES = 64 << 20
 MAX_ELEMENTS = 1 << 42
 """Of a tensor: positions of a block cannot overflow 64 bits, whatever its gaps are."""
@@ -148,9 +149,9 @@ def _check(part: DeltaPart) -> None:
             _check_segment(group, segment)
         if not 0 < group.block <= MAX_BLOCK or len(group.blocks) != -(-group.count // group.block):
             raise _damaged(f"{len(group.blocks)} blocks", f"must hold {group.count} elements, {group.block} in each")
-        num_planes = [group.nbytes + gap for gap in ((1, 2, 4, 8) if group.encoding == "sparse" else (0,))]
+        num_planes = SPARSE_PLANES if group.encoding == "sparse" else group.nbytes
         for lengths in group.blocks:
-            if len(lengths) not in num_planes or min(lengths) < 0:
+            if len(lengths) != num_planes or min(lengths) < 0:
                 raise _damaged(f"planes of {lengths} bytes", f"cannot hold elements of {group.nbytes} bytes")
             stored += sum(lengths)
     if stored != len(part.payload):

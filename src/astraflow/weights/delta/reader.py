@@ -10,7 +10,7 @@ import numpy as np
 from astraflow.weights.delta.faults import DamagedDelta
 from astraflow.weights.delta.format import MAX_ELEMENTS, DeltaPart, Group, Segment, split_part
 from astraflow.weights.delta.order import Ints, unzigzag
-from astraflow.weights.delta.planes import unpack
+from astraflow.weights.delta.planes import unpack, unpack_numbers
 
 
 class Run(NamedTuple):
@@ -50,15 +50,15 @@ class _Stream:
     def _decode(self, number: int) -> tuple[Ints, Ints]:
         planes, group = self._blocks[number], self.group
         count = min(group.block, group.count - number * group.block)
-        values = unpack(planes[-group.nbytes :], count)
         if group.encoding == "full":
+            values = unpack(planes, count)
             return values, values.view(f"<i{group.nbytes}")
-        gaps = unpack(planes[: -group.nbytes], count)
+        gaps = unpack_numbers(planes[0], planes[1], count, "<u8")
         if int(gaps.max()) >= MAX_ELEMENTS:
             raise _contradiction("gap", int(gaps.max()), "is longer than any tensor")
-        steps = gaps.astype(np.int64)
+        steps = gaps.view(np.int64)
         steps += 1
-        return steps, unzigzag(values)
+        return steps, unzigzag(unpack_numbers(planes[2], planes[3], count, f"<u{group.nbytes}"))
 
 
 class _Place(NamedTuple):

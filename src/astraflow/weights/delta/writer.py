@@ -9,12 +9,13 @@ import numpy as np
 
 from astraflow.weights.delta.format import Group, Header, Segment, join_part
 from astraflow.weights.delta.order import ELEMENTS, Ints, zigzag
-from astraflow.weights.delta.planes import pack, width_for
+from astraflow.weights.delta.planes import pack, pack_numbers
 from astraflow.weights.delta.reader import Run, Stretch
 from astraflow.weights.files.layout import PART_BYTES
 
-BLOCK = 1 << 17
-"""Elements of a block: zstd builds its tables per 128 KB anyway, and a decoded block stays in the cache."""
+BLOCK = 1 << 15
+"""Elements of a block. Its code is made for it, and what is decoded stays in the cache: 2^17 is 0.5 % more bytes
+(measured on trained weights) for 10 % less time."""
 
 _ELEMENT_BYTES = 16  # of the widest gap and the widest difference
 _SEGMENT_BYTES, _BLOCK_BYTES, _FRAME_BYTES = 128, 128, 256  # more than they take in a header
@@ -66,11 +67,12 @@ class _OpenGroup:
         return Group(self.encoding, self.nbytes, self.block, tuple(self._segments), tuple(self._blocks))
 
     def _close_block(self) -> None:
-        planes: list[bytes] = []
+        values = np.concatenate([values for _, values in self._pending])
         if self.encoding == "sparse":
             gaps = np.concatenate([gaps for gaps, _ in self._pending])
-            planes += pack(gaps.astype(f"<u{width_for(int(gaps.max()))}"))
-        planes += pack(np.concatenate([values for _, values in self._pending]))
+            planes = [*pack_numbers(gaps.astype(np.uint64)), *pack_numbers(values)]
+        else:
+            planes = pack(values)
         self.payload += planes
         self._blocks.append(tuple(map(len, planes)))
         self.size_bytes += _BLOCK_BYTES + sum(map(len, planes)) - self._num_pending * _ELEMENT_BYTES

@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from astraflow.weights.delta.faults import DamagedDelta
-from astraflow.weights.delta.planes import compress, decompress, entropy_bits, pack, unpack, width_for
+from astraflow.weights.delta.planes import (
+    compress,
+    decompress,
+    entropy_bits,
+    number_bits,
+    pack,
+    pack_numbers,
+    unpack,
+    unpack_numbers,
+)
 
 
 def views(planes: list[bytes]) -> list[memoryview]:
@@ -30,18 +39,47 @@ def test_planes_of_zeros_take_nothing_and_noise_is_kept_plain() -> None:
     assert [len(plane) for plane in pack(np.zeros(9, "<u2"))] == [0, 0]
 
 
-def test_a_rare_wide_gap_costs_next_to_nothing() -> None:
-    gaps = np.full(1 << 17, 7, "<u4")
-    gaps[[5, 90_000]] = 70_000
-    assert sum(map(len, pack(gaps)[2:])) < 100
+EDGES = [(1 << n) + d for n in range(64) for d in (-1, 0, 1) if n or d >= 0] + [(1 << 64) - 1]
 
 
-@pytest.mark.parametrize(
-    ("largest", "width"),
-    [(0, 1), (255, 1), (256, 2), (65535, 2), (65536, 4), ((1 << 32) - 1, 4), (1 << 32, 8), ((1 << 64) - 1, 8)],
-)
-def test_the_narrowest_width_is_taken(largest: int, width: int) -> None:
-    assert width_for(largest) == width
+@given(st.sampled_from([1, 2, 4, 8]), st.lists(st.integers(0, (1 << 64) - 1), min_size=1), st.integers(0, 63))
+def test_numbers_come_back(width: int, numbers: list[int], shift: int) -> None:
+    values = (np.array(numbers, np.uint64) >> np.uint64(shift)).astype(f"<u{width}")
+    symbols, below = views(pack_numbers(values))
+    found = unpack_numbers(symbols, below, len(values), f"<u{width}")
+    assert found.dtype == values.dtype
+    np.testing.assert_array_equal(found, values)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_every_size_of_number_comes_back(width: int) -> None:
+    values = np.array([edge for edge in EDGES if edge < 1 << 8 * width], f"<u{width}")
+    symbols, below = views(pack_numbers(values))
+    np.testing.assert_array_equal(unpack_numbers(symbols, below, len(values), f"<u{width}"), values)
+
+
+@given(st.integers(8, 300), st.integers(0, 20))
+def test_numbers_of_a_distribution_cost_what_an_ideal_coder_needs(scale: int, seed: int) -> None:
+    numbers = np.random.default_rng(seed).geometric(1 / scale, 1 << 15).astype("<u2")
+    share = np.bincount(numbers) / len(numbers)
+    ideal = -float((share[share > 0] * np.log2(share[share > 0])).sum()) * len(numbers) / 8
+    assert sum(map(len, pack_numbers(numbers))) < 1.04 * ideal + 300
+    assert 0.99 * ideal <= number_bits(numbers) / 8 < 1.02 * ideal + 1
+
+
+def test_a_rare_wide_number_costs_next_to_nothing() -> None:
+    gaps = np.full(1 << 17, 7, "<u8")
+    gaps[[5, 90_000]] = 1 << 40, 70_000
+    assert sum(map(len, pack_numbers(gaps))) < 200
+
+
+@pytest.mark.parametrize("cut", [-3, -1, 1, 100])
+@pytest.mark.parametrize("largest", [100, 1 << 40])
+def test_bits_of_another_length_are_refused(cut: int, largest: int) -> None:
+    symbols, below = pack_numbers(np.linspace(0, largest, 100).astype("<u8"))
+    below = below[:cut] if cut < 0 else below + bytes(cut)
+    with pytest.raises(DamagedDelta, match="must have"):
+        unpack_numbers(memoryview(symbols), memoryview(below), 100, "<u8")
 
 
 @pytest.mark.parametrize("nbytes", [100, 999, 1001, 1 << 30])
