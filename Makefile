@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup quickstart two-nodes smollm2 test lint format types faults soak openapi bench-loop bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-pool bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup quickstart two-nodes smollm2 test lint format types faults soak openapi bench-loop bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -112,6 +112,9 @@ bench-peers: $(VENV)/.dev $(PEERS)/.ready  ## time to reward 0.5 against TRL, in
 
 bench-dataflow: $(VENV)/.dev  ## puts, gets, picks and wake-ups of the data service beside memcpy, TCP and TransferQueue
 	@$(BIN)/python -m benchmarks.bench_dataflow --peers=$(PEERS_TQ)/bin/python $(ARGS)
+
+bench-weights: $(VENV)/.dev  ## bytes and seconds of moving the weights of a step: coding, engines, chains of deltas
+	@$(BIN)/python -m benchmarks.bench_weights $(ARGS)
 
 bench-pool: $(VENV)/.dev  ## 1,000 simulated nodes and 8 policies against one data service
 	@$(BIN)/python -m benchmarks.bench_pool $(ARGS)
