@@ -1,4 +1,5 @@
-"""Fetch a weight version from the stores that hold it: the file store when it is on this host, else over HTTP.
+"""Fetch a weight version from the stores that hold it: the file store when it is on this host, else over HTTP or from
+an object store.
 
 Every byte that is used was verified. A part that is cut is resumed by Range, a torn one is fetched again, and a store
 that keeps failing is left for the next; only when all failed is there an error, and it names them all.
@@ -16,6 +17,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import msgspec
 
 from astraflow.config.env import shared_memory_allowed
+from astraflow.config.secrets import masked_url
 from astraflow.errors import AstraFlowError, ProtocolMismatch, Unauthorized, Unreachable, WeightError, WireError
 from astraflow.types import WeightVersion
 from astraflow.weights.fetch.choose import Chooser
@@ -24,6 +26,8 @@ from astraflow.weights.fetch.http import HttpReader
 from astraflow.weights.fetch.route import Counts, Held, Reader, bring, retry, verified
 from astraflow.weights.fetch.spool import sweep
 from astraflow.weights.manifest import Manifest
+from astraflow.weights.objects.layout import is_object_store
+from astraflow.weights.objects.reader import ObjectReader
 from astraflow.weights.store import FileStore
 from astraflow.wire.client import HttpClient
 
@@ -99,7 +103,8 @@ class WeightClient:
             except (WeightError, WireError) as error:
                 self._chooser.failed(url)
                 self._count("failed_stores")
-                logger.warning("weights of %s %d: %s failed: %s", wanted.policy, wanted.version, url, error)
+                shown = masked_url(url)
+                logger.warning("weights of %s %d: %s failed: %s", wanted.policy, wanted.version, shown, error)
                 failures.append((url, error))
                 continue
             if fetched is not None:
@@ -109,20 +114,20 @@ class WeightClient:
         for _, failure in failures:
             if isinstance(failure, Unauthorized | ProtocolMismatch):
                 raise failure
-        tried = "; ".join(f"{url}: {failure}" for url, failure in failures)
+        tried = "; ".join(f"{masked_url(url)}: {failure}" for url, failure in failures)
         raise WeightError(
             f"{wanted.policy} version", wanted.version, f"could not be fetched from any store ({tried})",
             "check that the trainer runs and that [weights] host is reachable from here",
         )  # fmt: skip
 
     def copy(self, wanted: WeightVersion, store: FileStore) -> str:
-        """Make `wanted` visible in `store` too, as it travels, from the first of its HTTP stores that has it; its URL.
+        """Make `wanted` visible in `store` too, as it travels, from the first of its stores that has it; its URL.
 
         Raises: WeightError: no store had it.
         """
         failures = []
         for url in wanted.urls:
-            if not url.startswith("http"):
+            if urlsplit(url).scheme == "file" and not is_object_store(url):
                 continue  # a relay serves those who cannot see the trainer's disk
             try:
                 reader = self._reader(url, wanted)
@@ -131,7 +136,7 @@ class WeightClient:
                     return url
             except (WeightError, WireError) as error:
                 self._count("failed_stores")
-                failures.append(f"{url}: {error}")
+                failures.append(f"{masked_url(url)}: {error}")
         raise WeightError(
             f"{wanted.policy} version", wanted.version, f"could not be copied from any store ({'; '.join(failures)})",
             "check that the trainer runs and that [weights] host is reachable from here",
@@ -155,20 +160,28 @@ class WeightClient:
         reader = self._reader(url, wanted)
         if reader is None:
             return None
-        counts, begin = Counts(), time.monotonic()
+        counts = Counts()
         try:
             brought = bring(reader, held, wanted.version, wait_s=self._wait_s, counts=counts)
         finally:
-            for name, amount in msgspec.structs.asdict(counts).items():
+            amounts = msgspec.structs.asdict(counts)
+            read_s = amounts.pop("read_s")
+            for name, amount in amounts.items():
                 self._count("bytes" if name == "nbytes" else name, amount)
-        self._chooser.fetched(url, counts.nbytes, time.monotonic() - begin)
+        self._chooser.fetched(url, counts.nbytes, read_s)
         return Fetched(brought, self._fetch_files(reader, brought.manifest))
 
     def _probe(self, base_url: str) -> float:
         begin = time.monotonic()
         try:
+            if is_object_store(base_url):
+                if not self._objects(base_url, base_url.partition("?")[0].rpartition("/")[2]).is_meant():
+                    raise ConnectionError(f"{base_url} is another store")
+                return time.monotonic() - begin
             self._client(base_url).get_bytes("GET", "/health")
         except Unreachable as error:  # any other answer is one
+            raise ConnectionError(str(error)) from error
+        except WeightError as error:
             raise ConnectionError(str(error)) from error
         except WireError as error:
             logger.debug("%s: %s", base_url, error)
@@ -176,6 +189,9 @@ class WeightClient:
 
     def _reader(self, url: str, wanted: WeightVersion) -> Reader | None:
         """The store that `url` means; None: a directory of another host, or not to be used."""
+        if is_object_store(url):
+            objects = self._objects(url, wanted.policy)
+            return objects if objects.is_meant() else None
         parts = urlsplit(url)
         if parts.scheme == "file":
             store_id = parse_qs(parts.query).get("store", [""])[0]
@@ -188,7 +204,10 @@ class WeightClient:
                 client, parts.path.rstrip("/"), wanted.policy, spool=self._spool, closed=self._closed,
                 on_retry=self._count_retry,
             )  # fmt: skip
-        raise WeightError("url", url, "must start with file:// or http://", "give the URL that the trainer announced")
+        raise WeightError("url", url, "must start with a scheme", "give the URL that the trainer announced")
+
+    def _objects(self, url: str, policy: str) -> ObjectReader:
+        return ObjectReader(url, policy, spool=self._spool, closed=self._closed, on_retry=self._count_retry)
 
     def _fetch_files(self, reader: Reader, manifest: Manifest) -> dict[str, bytes]:
         found: dict[str, bytes] = {}

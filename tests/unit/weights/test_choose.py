@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from astraflow.weights.fetch.choose import FORGET_S, Chooser
+from astraflow.weights.fetch.choose import FAILED_S, FORGET_S, Chooser
 
 NEAR, FAR, DIRECTORY = "http://near/weights/a", "http://far/weights/a", "file:///run/weights/a"
 
@@ -50,7 +50,24 @@ def test_a_store_that_failed_is_tried_again_later() -> None:
     choose.order((NEAR, FAR))
     choose.failed(NEAR)
     assert choose.order((NEAR, FAR)) == [FAR, NEAR]
+    clock.now = FAILED_S + 1
+    assert choose.order((NEAR, FAR)) == [NEAR, FAR]
+
+
+def test_a_store_is_measured_afresh_after_a_while() -> None:
+    clock, answers = Clock(), dict[str, float | None]({"http://near": 0.001, "http://far": 0.3})
+    choose = chooser(answers, clock)
+    choose.order((NEAR, FAR))
+    answers["http://far"] = 0.0001
+    assert choose.order((NEAR, FAR)) == [NEAR, FAR]
     clock.now = FORGET_S + 1
+    assert choose.order((NEAR, FAR)) == [FAR, NEAR]
+
+
+def test_a_fast_store_nearby_is_not_left_to_try_a_distant_one_with_a_large_version() -> None:
+    choose = chooser({"http://near": 0.001, "http://far": 0.15})
+    choose.order((NEAR, FAR))
+    choose.fetched(NEAR, 269_000_000, 0.5)
     assert choose.order((NEAR, FAR)) == [NEAR, FAR]
 
 

@@ -117,3 +117,22 @@ def test_what_cannot_be_a_relay_is_refused(service: DataflowThread, tmp_path: Pa
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match="give another --directory"):
         run_relay(service.url, RelayOptions(tmp_path / "file"), token=None, stop=threading.Event())
+
+
+def test_waiting_for_a_version_that_comes_late_does_not_make_a_relay_slow(tmp_path: Path) -> None:
+    """It would send the next fetch over the distant link, as a relay has each version a little later."""
+    here, there = FileStore(tmp_path / "here", "actor"), FileStore(tmp_path / "there", "actor")
+    for store in (here, there):
+        store.publish(0, model(0))
+    with serving_weights(tmp_path / "here") as near, serving_weights(tmp_path / "there") as far:
+        urls = (f"{far}/weights/actor", f"{near}/weights/actor")
+        client = WeightClient(wait_s=20.0)
+        client._chooser._probe = lambda base: 0.0 if base == near else 0.3  # as over a distant link
+        client.fetch(WeightVersion("actor", 0, urls))
+        late = threading.Timer(1.0, here.publish, (1, model(1)))
+        late.start()
+        there.publish(1, model(1))
+        client.fetch(WeightVersion("actor", 1, urls))
+        late.join()
+        assert client._chooser.order(urls)[0] == f"{near}/weights/actor"
+        client.close()

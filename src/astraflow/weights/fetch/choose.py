@@ -8,10 +8,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from astraflow.weights.objects.layout import is_object_store
+
 FORGET_S = 600.0
 """A store is measured afresh after so long, so a link that got better is found."""
 
+FAILED_S = 60.0
+"""One that failed is asked again after so long: a relay starts again, a link comes back."""
+
 _UNREACHABLE_S = 3600.0  # what one that does not answer is said to need
+_HOPED_BYTES_PER_S = 125e6  # of one that answers and from which nothing came yet: a good network
 _SHARE = 0.5  # of the newest measurement in the rate
 
 
@@ -19,7 +25,7 @@ _SHARE = 0.5  # of the newest measurement in the rate
 class _Seen:
     answer_s: float  # time to a first answer
     bytes_per_s: float | None  # None: nothing was fetched yet
-    at: float
+    until: float  # then it is measured afresh
 
 
 class Chooser:
@@ -34,11 +40,11 @@ class Chooser:
     def order(self, urls: Iterable[str]) -> list[str]:
         """This host's directories as they are given, then the other stores, fastest first.
 
-        One of which only the time to answer is known is tried before one that is known to need longer than that.
+        One from which nothing came yet is taken for a good network: tried before one that is known to be slower.
         """
         given = list(urls)
-        far = [url for url in given if urlsplit(url).scheme in ("http", "https")]
-        near = [url for url in given if url not in far]
+        near = [url for url in given if urlsplit(url).scheme == "file" and not is_object_store(url)]
+        far = [url for url in given if url not in near]
         return near + (sorted(far, key=self._expected_s) if len(far) > 1 else far)
 
     def fetched(self, url: str, nbytes: int, seconds: float) -> None:
@@ -48,29 +54,30 @@ class Chooser:
         rate = nbytes / max(seconds, 1e-6)
         with self._lock:
             self._nbytes = nbytes
-            seen = self._seen.setdefault(_base(url), _Seen(0.0, None, self._clock()))
+            seen = self._seen.setdefault(_base(url), _Seen(0.0, None, self._clock() + FORGET_S))
             seen.bytes_per_s = rate if seen.bytes_per_s is None else _SHARE * rate + (1 - _SHARE) * seen.bytes_per_s
 
     def failed(self, url: str) -> None:
         """It did not give what it was asked for: last, until it is measured afresh."""
         with self._lock:
-            self._seen[_base(url)] = _Seen(_UNREACHABLE_S, None, self._clock())
+            self._seen[_base(url)] = _Seen(_UNREACHABLE_S, None, self._clock() + FAILED_S)
 
     def _expected_s(self, url: str) -> float:
         base, now = _base(url), self._clock()
         with self._lock:
             seen = self._seen.get(base)
-        if seen is None or now - seen.at > FORGET_S:
+        if seen is None or now > seen.until:
             try:
-                answer_s = self._probe(base)
+                seen = _Seen(self._probe(base), None, now + FORGET_S)
             except OSError:
-                answer_s = _UNREACHABLE_S
-            seen = _Seen(answer_s, None, now)
+                seen = _Seen(_UNREACHABLE_S, None, now + FAILED_S)
             with self._lock:
                 self._seen[base] = seen
-        return seen.answer_s + (self._nbytes / seen.bytes_per_s if seen.bytes_per_s else 0.0)
+        return seen.answer_s + self._nbytes / (seen.bytes_per_s or _HOPED_BYTES_PER_S)
 
 
 def _base(url: str) -> str:
+    if is_object_store(url):
+        return url
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}"

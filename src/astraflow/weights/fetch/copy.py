@@ -18,7 +18,8 @@ def copy_version(reader: Reader, store: FileStore, wanted: int, wait_s: float = 
     with reader.reading(wanted) as lease:
         last = retry(lambda: reader.manifest(wanted, wait_s))
         held = max((version for version in store.infos() if version <= wanted), default=-1)
-        for version, delta in way(reader, held, last):
+        # Not merged: a reader of `store` may hold any of the versions between.
+        for version, delta in way(reader, held, last, merge=False):
             lease.extend()
             manifest = last if version == wanted else retry(lambda v=version: reader.manifest(v))  # type: ignore[misc]
             if delta is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -76,6 +77,7 @@ class Counts(msgspec.Struct):
     deltas: int = 0
     refused_deltas: int = 0  # they did not lead to the content that the manifest says: fetched in full instead
     torn_parts: int = 0  # read again
+    read_s: float = 0.0  # bytes came; without the wait for a version that the store does not have yet
 
 
 class Leg(NamedTuple):
@@ -85,9 +87,10 @@ class Leg(NamedTuple):
     delta: Delta | None  # to apply to what is held then; None: all tensors
 
 
-def way(reader: Reader, held: int, wanted: Manifest) -> Iterator[Leg]:
+def way(reader: Reader, held: int, wanted: Manifest, *, merge: bool = True) -> Iterator[Leg]:
     """The fetches that lead from version `held` (-1: nothing) to `wanted` by the fewest bytes.
 
+    Args: merge: several deltas may come as one, which leads past the versions between.
     Raises: WeightError: the store has no way there.
     """
     version, info = wanted.version, wanted.info
@@ -105,7 +108,7 @@ def way(reader: Reader, held: int, wanted: Manifest) -> Iterator[Leg]:
         )  # fmt: skip
     yield from (Leg(hop.version, None) for hop in route.hops if hop.kind == "full")
     chain = [hop for hop in route.hops if hop.kind == "delta"]  # always the end of a route
-    if len(chain) > 1 and (merged := reader.merged(version, chain[0].base)) is not None:
+    if merge and len(chain) > 1 and (merged := reader.merged(version, chain[0].base)) is not None:
         yield Leg(version, merged)
         return
     for hop in chain:
@@ -164,7 +167,9 @@ class _Trip:
         self._counts.deltas += 1
 
     def _read(self, manifest: Manifest, entry: Part | FileEntry) -> Any:
+        begin = time.monotonic()
         buffer = self._reader.read(manifest.version, entry)
+        self._counts.read_s += time.monotonic() - begin
         self._counts.nbytes += entry.nbytes
         return buffer
 
