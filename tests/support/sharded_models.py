@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from astraflow.errors import WeightError
+from astraflow.training.feed.session import Share, TrainerSession
 from astraflow.weights.shards.publisher import ShardedPublisher
 from astraflow.weights.shards.regions import Region, region_of
 from astraflow.weights.store import FileStore
@@ -191,6 +192,28 @@ def publish_with(rank: int, place: Path, trouble: str) -> list[str]:
             (place / "away").rename(store.directory)
     publisher.close()
     return ended
+
+
+def train_in_a_session(rank: int, place: Path, url: str, sharded: bool) -> list[int]:
+    """Versions acknowledged on this rank, by two steps of the run at `url`."""
+    ids, session = [""], None
+    if rank == 0:
+        session = TrainerSession(url, "actor", weights=place / "weights", share=Share(0, 2, "", sharded))
+        ids = [session.trainer_id]
+    dist.broadcast_object_list(ids)
+    if session is None:
+        session = TrainerSession(url, "actor", share=Share(rank, 2, ids[0], sharded))
+    with session:
+        session.publish(0, spread(model(0)))
+        session.resume(0)
+        done = []
+        for header, _ in session.batches():
+            session.publish(header.step, spread(model(header.step)))
+            session.acknowledge(header)
+            done.append(header.step)
+            session.checkpoint()
+        session.wait_until_finished()
+    return done
 
 
 def publish_alone(rank: int, place: Path) -> list[str]:

@@ -10,22 +10,30 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from astraflow.config.schema import WeightsSection
-from astraflow.errors import ConfigError
+from astraflow.errors import ConfigError, TrainingError
 from astraflow.weights.objects.bucket import package_problem
 from astraflow.weights.objects.mirror import Mirror
 from astraflow.weights.publisher import Publisher
 from astraflow.weights.server import ServerProcess, start_server
+from astraflow.weights.shards.publisher import ShardedPublisher
 from astraflow.weights.store import FileStore
 
 log = logging.getLogger(__name__)
 
 
 class Versions:
-    """Versions below `root/policy`, kept and served as [weights] of the run file says."""
+    """Versions below `root/policy`, kept and served as [weights] of the run file says. `sharded`: other ranks hold
+    parts of them (`Part`)."""
 
-    def __init__(self, root: Path, policy: str, section: WeightsSection, dataflow: str, token: str | None) -> None:
+    def __init__(
+        self, root: Path, policy: str, section: WeightsSection, dataflow: str, token: str | None,
+        *, sharded: bool = False,
+    ) -> None:  # fmt: skip
         self.store = FileStore(root, policy, keep=section.keep, full_every=section.full_every, durable=False)
-        self._encoder = Publisher(self.store, deltas=section.deltas)
+        self._encoder = (
+            Part(self.store, deltas=section.deltas) if sharded else _Whole(self.store, deltas=section.deltas)
+        )
+        self._given = -1  # the newest that was given here
         self._server = start_server(root, section.host, section.port, token)
         self._policy, self._section, self._dataflow = policy, section, dataflow
 
@@ -35,21 +43,69 @@ class Versions:
         return (self.store.url, announced(self._server, self._policy, self._section, self._dataflow))
 
     def has(self, version: int) -> bool:
-        """`version` is visible."""
-        return version in self.store.versions()
+        """`version` is visible, or on its way."""
+        return version == self._given or version in self.store.versions()
 
     def publish(self, version: int, tensors: Mapping[str, Any], files: Iterable[Path] = ()) -> None:
         """See `TrainerSession.publish`."""
-        # A copy, since the next version is compared with it: the caller's tensors are those that it trains.
-        self._encoder.submit(version, {name: t.detach().cpu().clone() for name, t in _untied(tensors).items()}, files)
-        self._encoder.flush()
+        self._encoder.publish(version, tensors, files)
+        self._given = version
         if self._server.ensure():
             log.warning("the weights server had died and was started again at %s", self._server.url)
 
+    def flush(self) -> None:
+        """All that was given is visible. Raises: WeightError: it could not be published."""
+        self._encoder.flush()
+
     def close(self) -> None:
-        """End the server and the thread."""
+        """Finish what was given; end the server and the thread."""
         self._encoder.close()
         self._server.stop()
+
+
+class _Whole:
+    """A model that this process holds all of."""
+
+    def __init__(self, store: FileStore, *, deltas: bool) -> None:
+        self._publisher = Publisher(store, deltas=deltas)
+
+    def publish(self, version: int, tensors: Mapping[str, Any], files: Iterable[Path]) -> None:
+        """A copy is taken, since the caller goes on with its tensors."""
+        self._publisher.submit(
+            version, {n: t.detach().to("cpu", copy=True) for n, t in _untied(tensors).items()}, files
+        )
+
+    def flush(self) -> None:
+        """All is visible."""
+        self._publisher.flush()
+
+    def close(self) -> None:
+        """Finish it."""
+        self._publisher.close()
+
+
+class Part:
+    """One rank's part of a sharded model. `store`: on rank 0. The ranks find each other at the first publish."""
+
+    def __init__(self, store: FileStore | None, *, deltas: bool = True) -> None:
+        self._store, self._deltas = store, deltas
+        self._publisher: ShardedPublisher | None = None
+
+    def publish(self, version: int, tensors: Mapping[str, Any], files: Iterable[Path]) -> None:
+        """On every rank. A copy of this rank's part is taken."""
+        if self._publisher is None:
+            self._publisher = ShardedPublisher(self._store, deltas=self._deltas)
+        self._publisher.submit(version, tensors, files)
+
+    def flush(self) -> None:
+        """All is visible."""
+        if self._publisher is not None:
+            self._publisher.flush()
+
+    def close(self) -> None:
+        """Finish it."""
+        if self._publisher is not None:
+            self._publisher.close()
 
 
 def _untied(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,11 +113,28 @@ def _untied(tensors: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen: set[tuple[int, tuple[int, ...]]] = set()
     for name, tensor in tensors.items():
+        if _is_shard(tensor):
+            raise TrainingError(
+                f"tensor {name}",
+                "DTensor",
+                "is a part of a tensor",
+                "give Share(sharded=True) to the session of every rank",
+            )
         place = (tensor.data_ptr(), tuple(tensor.shape))
         if not tensor.numel() or place not in seen:
             found[name] = tensor
         seen.add(place)
     return found
+
+
+def _is_shard(tensor: Any) -> bool:
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):  # so there is no DTensor, whose import takes a second
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
 
 
 def start_mirror(

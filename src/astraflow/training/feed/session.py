@@ -7,7 +7,7 @@
 ```
 | call                        | answers when                           | what you did before               |
 |-----------------------------|----------------------------------------|-----------------------------------|
-| `publish(version, tensors)` | the version is visible to every reader | loaded the model; took the step   |
+| `publish(version, tensors)` | a copy is taken; readers wait for it   | loaded the model; took the step   |
 | `resume(version)`           | you are the trainer of the policy      | published `version`               |
 | `next_batch()`              | a batch is full, or the run is over    | acknowledged the batch before     |
 | `acknowledge(header)`       | the step counts as trained, for good   | published `header.step`           |
@@ -36,7 +36,7 @@ from astraflow.config.env import token_from_env
 from astraflow.config.load import config_from_json
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import ConfigError, TrainingError, Unreachable, WireError
-from astraflow.training.feed.publisher import Versions, start_mirror
+from astraflow.training.feed.publisher import Part, Versions, start_mirror
 from astraflow.types import BatchHeader
 from astraflow.weights.objects.mirror import Mirror
 from astraflow.weights.store import FileStore
@@ -59,12 +59,13 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Share:
-    """One of several data-parallel ranks. Rank 0 alone publishes, resumes, acknowledges and beats; then it tells the
-    others its `trainer_id`, by any means, and they give it here."""
+    """One of several data-parallel ranks. Rank 0 alone resumes, acknowledges and beats; then it tells the others its
+    `trainer_id`, by any means, and they give it here."""
 
     rank: int = 0  # 0 <= rank < ranks
     ranks: int = 1
     trainer_id: str = ""  # of rank 0; empty: make one
+    sharded: bool = False  # every rank holds a part of the model, and calls `publish`; False: rank 0 alone publishes
 
 
 class TrainerSession:
@@ -110,11 +111,15 @@ class TrainerSession:
         self._beat_soon = threading.Event()
         self._beats: DataflowClient | None = None  # a client of its own: heartbeats never wait behind a batch
         self._beating: threading.Thread | None = None
-        self._publisher: Versions | None = None
+        self._versions: Versions | None = None
         self._mirror: Mirror | None = None
         if weights is not None and self._leads:
-            self._publisher = Versions(weights, policy, self.config.weights, dataflow, self._token)
-            self.mirror(self._publisher.store)
+            section = self.config.weights
+            self._versions = Versions(weights, policy, section, dataflow, self._token, sharded=share.sharded)
+            self.mirror(self._versions.store)
+        self._publisher: Versions | Part | None = self._versions
+        if share.sharded and not self._leads:
+            self._publisher = Part(None)
 
     def mirror(self, store: FileStore) -> None:
         """Copy the versions of `store` into `weights.url` too, if the run has one; nodes are told of it by heartbeats.
@@ -129,13 +134,17 @@ class TrainerSession:
         return {} if self._mirror is None else self._mirror.stats
 
     def publish(self, version: int, tensors: Mapping[str, Any], files: Iterable[Path] = ()) -> None:
-        """Make `version` visible to nodes. Publishing it again, as after a crash, keeps what is there.
+        """Make `version` visible to nodes, soon: encoding and writing are no part of your step, which may change the
+        tensors at once. Waits only when two versions are still on their way. Publishing a version again, as after a
+        crash, keeps what is there.
 
-        Args: tensors: Hugging Face name -> torch tensor (tied weights count once). files: config and tokenizer files,
+        Args: tensors: Hugging Face name -> torch tensor (tied weights count once); with `Share(sharded=True)` what this
+        rank has of the model, as DTensors of FSDP2 or plain tensors, on every rank. files: config and tokenizer files,
         for nodes that do not have the model.
-        Raises: TrainingError: the session has no `weights`. WeightError: a full disk, a dtype that cannot be stored.
+        Raises: TrainingError: the session has no `weights`. WeightError, of this version or one before: a full disk, a
+        dtype that cannot be stored; with shards also what is wrong on another rank.
         """
-        if not self._leads:
+        if not (self._leads or self._share.sharded):
             return
         if self._publisher is None:
             raise TrainingError("session.weights", None, "must be a directory", "give it, or publish yourself")
@@ -146,12 +155,14 @@ class TrainerSession:
 
         Batches after `version` that were trained before come again. An older trainer of the policy is replaced.
         Args: urls: your own weight stores that hold `version`; empty: what `publish` filled.
-        Raises: WireError: refused: the version does not fit the run (409).
+        Raises: WeightError: what was given to `publish` could not be published. WireError: refused: the version does
+        not fit the run (409).
         """
+        self._flush()
         self.version, self._held = version, None
         if not self._leads:
             return
-        urls = urls or (self._publisher.urls if self._publisher is not None else ())
+        urls = urls or (self._versions.urls if self._versions is not None else ())
         resume = Resume(trainer_id=self.trainer_id, version=version, run_id=self.run.run_id, urls=urls)
         reply = self.patient(lambda: self._client.resume(self._policy, resume))
         self._announce(version)
@@ -205,7 +216,7 @@ class TrainerSession:
         if self._held is None or header.batch_id != self._held.batch_id:
             held = self._held.batch_id if self._held is not None else "none"
             raise TrainingError("batch", header.batch_id, f"is not the one that was taken ({held})", "train that one")
-        if self._publisher is not None and not self._publisher.has(header.step):
+        if self._versions is not None and not self._versions.has(header.step):
             raise TrainingError(
                 f"{self._policy} version", header.step, "is not published", "publish it before you acknowledge its step"
             )
@@ -215,7 +226,11 @@ class TrainerSession:
         self.version, self._held = header.step, None
 
     def checkpoint(self) -> None:
-        """A checkpoint of `version` is on disk: batches up to it will never be asked for again."""
+        """A checkpoint of `version` is on disk: batches up to it will never be asked for again.
+
+        Waits until the version is visible. Raises: WeightError: it could not be published.
+        """
+        self._flush()
         if not self._leads:
             return
         try:
@@ -228,7 +243,8 @@ class TrainerSession:
 
     def wait_until_finished(self) -> None:
         """Stay until the last evaluation round is done, so that its nodes can fetch the last version, and until that is
-        in the object store."""
+        in the object store. Raises: WeightError: it could not be published."""
+        self._flush()
         try:
             while not self.patient(self._client.run, LEAVING_S).finished and not self._stop.wait(1.0):
                 self.check()
@@ -238,6 +254,10 @@ class TrainerSession:
             log.info("the dataflow service is gone; the run is over for %s", self._policy)
         if self._mirror is not None and not self._mirror.flush(MIRRORED_S, self._stop):
             log.warning("weights.url has %s up to version %d only", self._policy, self._mirror.version)
+
+    def _flush(self) -> None:
+        if self._publisher is not None:
+            self._publisher.flush()
 
     def patient(self, call: Callable[[], T], gone_s: float = GONE_S) -> T:
         """The answer of a service that may be out of reach for a while; says in the log what is waited for.

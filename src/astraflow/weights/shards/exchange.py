@@ -43,9 +43,15 @@ class Exchange:
         members = list(range(dist.get_world_size())) if ranks is None else sorted(ranks)
         if dist.get_rank() not in members:
             raise WeightError("ranks", members, f"must contain rank {dist.get_rank()}", "publish on its ranks only")
-        self._group = dist.new_group(
-            members, timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
-        )
+        try:
+            self._group = dist.new_group(
+                members, timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
+            )
+        except RuntimeError as error:
+            raise RankLost(
+                f"rank {dist.get_rank()}: group of ranks {members}", f"not complete ({str(error).splitlines()[0]})",
+                f"must be there within timeout_s={timeout_s:g}", "make the publisher on all of them at once",
+            ) from error  # fmt: skip
         self.rank, self.size = members.index(dist.get_rank()), len(members)
 
     @property

@@ -122,7 +122,7 @@ def take(
 def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, Region | None]:
     import torch.distributed as dist
 
-    if not dist.is_available():
+    if not (dist.is_available() and dist.is_initialized()):  # so there is no DTensor, whose import takes a second
         return tensor.detach(), Region.whole(tensor.shape)
     from torch.distributed.tensor import DTensor
 

@@ -8,16 +8,19 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import sharded_models
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import ConfigError, DataflowError, TrainingError, WireError
 from astraflow.testing.dataflow import policy_section, small_config, sources
 from astraflow.testing.runs import wait_until
 from astraflow.testing.services import DataflowThread, PlayingNode
+from astraflow.testing.weights import same_bits
 from astraflow.training.feed import session as session_module
 from astraflow.training.feed.dataset import PolicyBatches
 from astraflow.training.feed.session import Share, TrainerSession
 from astraflow.types import WeightVersion
 from astraflow.weights.client import WeightClient
+from ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +133,20 @@ def test_a_step_is_not_acknowledged_before_its_version_is_published(service, tmp
         header, _ = session.next_batch()
         with pytest.raises(TrainingError, match="actor version=1 is not published"):
             session.acknowledge(header)
+
+
+def test_ranks_publish_a_sharded_model_together(service, tmp_path):
+    with PlayingNode(service.url):
+        done = run_ranks(2, sharded_models.train_in_a_session, tmp_path, service.url, True)
+        versions = service.call(lambda: service.shell.machine.leases.versions())
+    assert done == [[1, 2, 3, 4]] * 2
+    fetched = WeightClient().fetch(WeightVersion("actor", 4, versions["actor"].urls[:1]))
+    assert same_bits(fetched.tensors, sharded_models.model(4))
+
+
+def test_a_shard_that_nobody_said_is_one_is_refused_by_name(service, tmp_path):
+    with pytest.raises(AssertionError, match=r"tensor embed=DTensor is a part of a tensor; give Share\(sharded=True\)"):
+        run_ranks(2, sharded_models.train_in_a_session, tmp_path, service.url, False)
 
 
 def test_ranks_share_a_batch_and_follow_rank_0(service):
