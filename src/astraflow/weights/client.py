@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -79,6 +80,7 @@ class WeightClient:
         self._closed = threading.Event()
         self._http: dict[str, HttpClient] = {}
         self._chooser = Chooser(self._probe)
+        self._served: dict[str, str] = {}  # policy -> object store that gave the version before
         self._files: dict[str, bytes] = {}  # by checksum: equal in nearly every version
         self.counts = {
             "fetches": 0, "bytes": 0, "retries": 0, "torn_parts": 0, "deltas": 0, "refused_deltas": 0,
@@ -97,18 +99,18 @@ class WeightClient:
                 f"{wanted.policy} version", wanted.version, "has not been published", "wait until the trainer publishes"
             )
         failures: list[tuple[str, AstraFlowError]] = []
-        for url in self._chooser.order(wanted.urls):
+        for url in self._candidates(wanted.policy, self._chooser.order(wanted.urls)):
             try:
                 fetched = self._fetch_from(url, wanted, None if held is None else held.held)
             except (WeightError, WireError) as error:
-                self._chooser.failed(url)
-                self._count("failed_stores")
+                self._note_failure(wanted.policy, url)
                 shown = masked_url(url)
                 logger.warning("weights of %s %d: %s failed: %s", wanted.policy, wanted.version, shown, error)
                 failures.append((url, error))
                 continue
             if fetched is not None:
                 self._count("fetches")
+                self._note_success(wanted.policy, url)
                 return fetched
             failures.append((url, _elsewhere(url)))
         for _, failure in failures:
@@ -126,16 +128,17 @@ class WeightClient:
         Raises: WeightError: no store had it.
         """
         failures = []
-        for url in wanted.urls:
+        for url in self._candidates(wanted.policy, wanted.urls):
             if urlsplit(url).scheme == "file" and not is_object_store(url):
                 continue  # a relay serves those who cannot see the trainer's disk
             try:
                 reader = self._reader(url, wanted)
                 if reader is not None:
                     copy_version(reader, store, wanted.version, self._wait_s)
+                    self._note_success(wanted.policy, url)
                     return url
             except (WeightError, WireError) as error:
-                self._count("failed_stores")
+                self._note_failure(wanted.policy, url)
                 failures.append(f"{masked_url(url)}: {error}")
         raise WeightError(
             f"{wanted.policy} version", wanted.version, f"could not be copied from any store ({'; '.join(failures)})",
@@ -155,6 +158,26 @@ class WeightClient:
             for client in self._http.values():
                 client.close()
             self._http.clear()
+
+    def _candidates(self, policy: str, urls: Sequence[str]) -> list[str]:
+        """`urls`, those that failed lately at the end. Before these the object store that gave the version before, also
+        when it does not have this one yet: who reaches only that waits there, and not for servers that never answer."""
+        broken = [url for url in urls if self._chooser.is_broken(url)]
+        served = self._served.get(policy, "")
+        late = [served] if served and served not in urls else []
+        return [*(url for url in urls if url not in broken), *late, *broken]
+
+    def _note_success(self, policy: str, url: str) -> None:
+        if is_object_store(url):
+            self._served[policy] = url
+        else:
+            self._served.pop(policy, None)
+
+    def _note_failure(self, policy: str, url: str) -> None:
+        self._chooser.failed(url)
+        self._count("failed_stores")
+        if self._served.get(policy) == url:
+            self._served.pop(policy, None)
 
     def _fetch_from(self, url: str, wanted: WeightVersion, held: Held | None) -> Fetched | None:
         reader = self._reader(url, wanted)

@@ -62,6 +62,12 @@ class Chooser:
         with self._lock:
             self._seen[_base(url)] = _Seen(_UNREACHABLE_S, None, self._clock() + FAILED_S)
 
+    def is_broken(self, url: str) -> bool:
+        """It failed, or did not answer, and it is not yet time to ask it again."""
+        with self._lock:
+            seen = self._seen.get(_base(url))
+        return seen is not None and seen.answer_s >= _UNREACHABLE_S and self._clock() <= seen.until
+
     def _expected_s(self, url: str) -> float:
         base, now = _base(url), self._clock()
         with self._lock:

@@ -47,7 +47,9 @@ def test_a_folder_is_deleted_with_all_in_it(base: str) -> None:
 
 
 def test_a_missing_package_is_one_sentence_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    package_problem("memory://x")  # loads fsspec
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # an earlier test loaded it
     with pytest.raises(WeightError, match=r"s3://b/p needs a package .*; pip install 'astraflow\[s3\]'"):
         Bucket("s3://b/p")
     monkeypatch.setitem(sys.modules, "fsspec", None)

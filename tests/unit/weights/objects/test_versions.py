@@ -88,9 +88,33 @@ def test_a_node_fetches_with_files_and_passes_over_a_store_of_another_host(
     assert same_bits(fetched.tensors, model(1))
     assert client.counts["deltas"] == 1
     with pytest.raises(WeightError, match="is not on this host"):
-        client.fetch(WeightVersion("actor", 1, (elsewhere,)))
+        WeightClient().fetch(WeightVersion("actor", 1, (elsewhere,)))
     with pytest.raises(WeightError, match="must end with /critic"):
         client.fetch(WeightVersion("critic", 1, (place.url,)))
+    client.close()
+
+
+def test_who_reaches_only_an_object_store_waits_there_and_not_at_servers_that_never_answer(
+    base: str, source: FileStore
+) -> None:
+    publish(source, range(3))
+    place, client = Place(base, source), WeightClient(give_up_s=0.1, wait_s=20.0)
+    place.add(0)
+    server = "http://127.0.0.1:9/weights/actor"
+    held = client.fetch(WeightVersion("actor", 0, (server, place.url)))
+    assert client._candidates("actor", (server,)) == [place.url, server]
+    assert client._candidates("actor", ("http://other/actor", server)) == ["http://other/actor", place.url, server]
+    later = threading.Timer(0.3, lambda: place.add(1))
+    later.start()
+    failed = client.counts["failed_stores"]
+    held = client.fetch(WeightVersion("actor", 1, (server,)), held)  # not told of the store: it does not have it yet
+    later.join()
+    assert same_bits(held.tensors, model(1))
+    assert client.counts["failed_stores"] == failed
+    place.bucket.remove_folder("1")
+    with pytest.raises(WeightError, match="is not in"):
+        client.fetch(WeightVersion("actor", 1, (place.url,)))
+    assert client._candidates("actor", (server,)) == [server]
     client.close()
 
 
