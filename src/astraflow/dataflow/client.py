@@ -150,7 +150,7 @@ class DataflowClient:
 
     def relay(self, relay_id: str, relay: m.Relay) -> m.RelayReply:
         """I serve weights; what there is to relay."""
-        return self._http.json("POST", f"/relays/{relay_id}", relay, m.RelayReply)
+        return self._http.json("POST", f"/relays/{relay_id}", relay, m.RelayReply, wait_s=relay.wait_s)
 
     def status(self) -> dict[str, Any]:
         """What `/status` shows."""

@@ -118,13 +118,15 @@ def run_relay(dataflow: str, options: RelayOptions, *, token: str | None, stop: 
         root.mkdir(parents=True, exist_ok=True)
         server = start_server(root, options.host, options.port, token)
         log.info("relays run %s at %s", run.run, options.url or server.url)
+        known, wait_s = dict[str, int](), 0.0
         try:
             while not stop.is_set():
                 server.ensure()
                 versions = {name: follower.version for name, follower in followers.items()}
                 told = m.Relay(
-                    run_id=run.run_id, url=options.url or server.url, region=options.region, versions=versions
-                )
+                    run_id=run.run_id, url=options.url or server.url, region=options.region, versions=versions,
+                    known=known, wait_s=wait_s,
+                )  # fmt: skip
                 reply = ask_patiently(lambda: client.relay(relay_id, told), stop)  # noqa: B023
                 if reply.finished:
                     log.info("run %s is over", run.run)
@@ -134,7 +136,8 @@ def run_relay(dataflow: str, options: RelayOptions, *, token: str | None, stop: 
                         store = FileStore(root, name, keep=kept.keep, full_every=kept.full_every, durable=False)
                         followers[name] = Follower(store, weights, stop)
                     followers[name].announce(newest)
-                stop.wait(min(reply.heartbeat_s, 1.0))
+                known = {name: newest.version for name, newest in reply.versions.items()}
+                wait_s = min(reply.heartbeat_s, 1.0)  # a stop is seen after that
         finally:
             server.stop()
     except Stopped:

@@ -104,6 +104,8 @@ class Relay(msgspec.Struct, kw_only=True):
     url: Id  # policies lie below it as `<url>/weights/<policy>`
     region: Id = ""  # for people
     versions: dict[str, int] = {}  # policy -> newest version here
+    known: dict[str, int] = {}  # policy -> newest version that I was told of
+    wait_s: float = 0.0  # the answer may wait so long for a newer one
 
 
 class RelayReply(msgspec.Struct):

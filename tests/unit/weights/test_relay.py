@@ -104,6 +104,27 @@ def test_a_relay_copies_what_is_announced_and_nodes_are_told_of_it(service: Data
     client.close()
 
 
+def test_a_relay_is_told_of_a_version_at_once(service: DataflowThread) -> None:
+    client = DataflowClient(service.url)
+    run_id = client.run().run_id
+
+    def ask(known: int, wait_s: float) -> int:
+        told = m.Relay(run_id=run_id, url="http://10.0.0.1:80", known={"actor": known}, wait_s=wait_s)
+        return client.relay("r", told).versions["actor"].version
+
+    assert ask(-1, 0.0) == -1
+    assert ask(7, 3600.0) == -1, "what it knows is not what there is: it is told without a wait"
+    news = threading.Timer(
+        0.2,
+        service.call,
+        [lambda: setattr(service.shell.machine.state.policies["actor"], "latest", 1)],
+    )
+    news.start()
+    assert ask(-1, 3600.0) == 1
+    news.join()
+    client.close()
+
+
 def test_what_cannot_be_a_relay_is_refused(service: DataflowThread, tmp_path: Path) -> None:
     client = DataflowClient(service.url)
     run_id = client.run().run_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -16,6 +17,8 @@ from astraflow.wire import messages as m
 from astraflow.wire.app import HttpError, json_reply, read_json
 
 _MOST_RELAYS = 1024
+_LONGEST_WAIT_S = 20.0
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,18 @@ class Relays:
         if relay_id not in live and len(live) >= _MOST_RELAYS:
             raise HttpError(422, f"relays={len(live)} are as many as one service tells of; end one")
         self._heard = live | {relay_id: Heard(body, self._shell.now() + self._shell.config.dataflow.dead_after_s)}
+        await self._news(body)
         finished = self._shell.machine.finished
         reply = m.RelayReply(self._shell.config.dataflow.heartbeat_s, self.versions(but=relay_id), finished)
         return json_reply(reply)
+
+    async def _news(self, relay: m.Relay) -> None:
+        """Until there is a version that the relay does not know, or the run is over, or its time is."""
+        deadline = self._shell.now() + min(relay.wait_s, _LONGEST_WAIT_S)
+        while self._shell.now() < deadline and not self._shell.machine.finished:
+            if {name: v.version for name, v in self._shell.machine.leases.versions().items()} != relay.known:
+                return
+            await asyncio.sleep(_LOOK_S)
 
     def live(self) -> dict[str, Heard]:
         """Relays that were heard in time."""
