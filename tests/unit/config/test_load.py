@@ -143,6 +143,23 @@ def test_a_secret_in_a_run_file_is_refused_and_not_shown(tmp_path: Path, overrid
     assert "sk-1" not in problem
 
 
+def test_credentials_in_a_url_are_refused_and_not_shown(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, GOOD, "--weights.url=s3://key:sk-1@bucket/prefix")
+    assert problem.startswith("weights.url=s3://***@bucket/prefix must not hold a user or password")
+    (problem,) = problems(tmp_path, GOOD, "--weights.url=s3://key@bucket/prefix")
+    assert "must not hold a user" in problem
+    load_run(write(tmp_path, GOOD), ["--weights.url=abfs://container@account.dfs.core.windows.net/prefix"])
+
+
+@pytest.mark.parametrize(
+    "url", ["http://host/x", "/mnt/x", "file://mnt/x", "s3://b/p?sig=1", "simplecache::s3://b/p", "s3:/b"]
+)
+def test_what_is_no_url_of_an_object_store_is_refused(tmp_path: Path, url: str) -> None:
+    (problem,) = problems(tmp_path, GOOD, f"--weights.url={url}")
+    assert problem.startswith("weights.url=") and "must be s3://bucket/prefix" in problem
+    load_run(write(tmp_path, GOOD), ["--weights.url=file:///mnt/x"])
+
+
 def test_a_damaged_resolved_file_is_named_with_what_is_wrong() -> None:
     with pytest.raises(ConfigError, match=r"run\.resolved\.json: 2 problems\n(.*\n)*.*workflow is missing") as caught:
         config_from_json(

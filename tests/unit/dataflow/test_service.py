@@ -185,6 +185,21 @@ def test_a_wrong_token_another_run_and_unknown_names_are_refused(serve: Serve) -
     assert client.status()["policies"]["actor"]["trainer"]["stats"] == {"busy_s": 1.0}
 
 
+def test_nodes_are_told_of_a_store_that_comes_later_while_it_has_the_newest_version(serve: Serve) -> None:
+    service = serve(small_config())
+    client = service.start()
+    (own,) = client.lease("n", 0).versions["actor"].urls
+    client.trainer_heartbeat("actor", "t", stores={"s3://b/actor?objects=1": 0, "s3://c/actor?objects=2": -1})
+    assert client.lease("n", 0).versions["actor"].urls == (own, "s3://b/actor?objects=1")
+    service.call(lambda: setattr(service.shell.machine.state.policies["actor"], "latest", 1))
+    assert client.lease("n", 0).versions["actor"].urls == (own,)
+    client.trainer_heartbeat("actor", "t", stores={"s3://b/actor?objects=1": 1})
+    told = client.heartbeat("n", {}, {}).versions["actor"]
+    assert (told.version, told.urls) == (1, (own, "s3://b/actor?objects=1"))
+    many = {f"s3://{i}": 0 for i in range(17)}
+    assert status_of(lambda: client.trainer_heartbeat("actor", "t", stores=many)) == 422
+
+
 def test_nothing_to_train_on_ends_every_wait_with_advice(serve: Serve) -> None:
     service = serve(small_config(policies__actor=policy_section(2, 1, max_dropped_groups=2)))
     client = service.start()

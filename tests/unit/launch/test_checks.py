@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,13 @@ def test_the_package_of_a_tracker_is_needed_too(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "tensorboard" else known(name))
     (problem,) = missing_packages(config(observe={"trackers": ["tensorboard"]}))
     assert problem.endswith("pip install 'astraflow[tensorboard]', or leave it out of observe.trackers")
+
+
+def test_the_package_of_an_object_store_is_needed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_packages(config(weights={"url": "file:///mnt/x"})) == []
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    (problem,) = missing_packages(config(weights={"url": "gs://bucket/x"}))
+    assert problem.startswith("weights.url='gs://bucket/x' needs a package") and "gcsfs" in problem
 
 
 def test_a_model_that_does_not_exist_is_named_with_its_policy(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from astraflow.training.feed.dataset import PolicyBatches
 from astraflow.training.feed.session import Share, TrainerSession
 from astraflow.types import WeightVersion
 from astraflow.weights.client import WeightClient
+from astraflow.wire.messages import Join
 from ranks import run_ranks
 
 
@@ -256,3 +257,39 @@ def test_the_session_loads_no_torch():
 def test_a_client_without_a_run_says_so():
     with pytest.raises(WireError, match="must start with http"):
         DataflowClient("localhost:1")
+
+
+def test_versions_go_to_the_object_store_of_the_run_and_nodes_are_told_of_it(tmp_path):
+    base = (tmp_path / "bucket").as_uri()
+    config = small_config(
+        run__steps=2, dataflow={"heartbeat_s": 30.0}, weights={"url": base}, policies__actor=policy_section(2, 1)
+    )
+    with (
+        DataflowThread(config, tmp_path / "run", sources=sources()) as service,
+        TrainerSession(service.url, "actor", weights=tmp_path / "weights") as session,
+        PlayingNode(service.url),
+    ):
+        session.publish(0, weights(0))
+        session.resume(0)
+        client, run_id = DataflowClient(service.url), session.run.run_id
+
+        def told():
+            return client.join(Join(node_id="n", name="n", capacity=1, run_id=run_id)).versions["actor"]
+
+        for step in range(3):
+            wait_until(lambda: len(told().urls) == 3, "the object store to be told of", 20)  # long before heartbeat_s
+            newest = told()
+            assert newest.version == step
+            assert newest.urls[2].startswith(f"{base}/{run_id}/actor?objects=")
+            assert WeightClient().fetch(WeightVersion("actor", step, newest.urls[2:])).tensors["w"].tolist() == [
+                step,
+                step,
+            ]
+            if step < 2:
+                header, _ = session.next_batch()
+                session.publish(header.step, weights(header.step))
+                session.acknowledge(header)
+        session.wait_until_finished()
+        assert session.mirror_stats["mirror_version"] == 2
+        assert session.stats["mirror_failures"] == 0
+        client.close()
