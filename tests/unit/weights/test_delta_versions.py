@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -224,6 +225,22 @@ def test_a_relay_copies_what_it_lacks_and_serves_it(chain: FileStore, tmp_path: 
         counts = Counts()
         held = bring(relay, bring(relay, None, version), 6, counts=counts)
         assert same_bits(held.tensors, model(6)) and counts.deltas == 1
+
+
+def test_a_relay_copies_each_config_file_once(store: FileStore, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    publish(store, range(3), (tmp_path / "config.json",))
+    relay, asked = FileStore(tmp_path / "relay", "actor"), list[str]()
+
+    class Counting(FileStore):
+        def read(self, version: int, entry: Any) -> Any:
+            asked.append(entry.name)
+            return super().read(version, entry)
+
+    for version in range(3):
+        copy_version(Counting(store.directory.parent, "actor"), relay, version)
+    assert asked.count("config.json") == 1 and len(asked) > 3
+    assert relay.files(2)["config.json"].read_text() == "{}"
 
 
 def test_a_relay_gets_the_tensors_of_a_version_later(tmp_path: Path) -> None:

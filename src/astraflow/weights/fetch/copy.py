@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 
 from astraflow.weights.fetch.route import Reader, retry, way
-from astraflow.weights.manifest import INDEX, Manifest
+from astraflow.weights.manifest import INDEX, FileEntry, Manifest, Part
 from astraflow.weights.store import FileStore
 
 
@@ -26,7 +29,7 @@ def copy_version(reader: Reader, store: FileStore, wanted: int, wait_s: float = 
                 manifest = msgspec.structs.replace(manifest, delta=None)
             else:
                 manifest = msgspec.structs.replace(_without_parts(manifest), delta=delta)
-            store.adopt(manifest, lambda entry, v=version: reader.read(v, entry))  # type: ignore[misc]
+            store.adopt(manifest, _reading(reader, store, version))
 
 
 def add_tensors(reader: Reader, store: FileStore, version: int) -> None:
@@ -34,6 +37,20 @@ def add_tensors(reader: Reader, store: FileStore, version: int) -> None:
     with reader.reading(version):
         manifest = retry(lambda: reader.manifest(version))
         store.adopt(msgspec.structs.replace(manifest, delta=None), lambda entry: reader.read(version, entry))
+
+
+def _reading(reader: Reader, store: FileStore, version: int) -> Callable[[Part | FileEntry], Any]:
+    """Reads what `version` is made of. Config and tokenizer files are hardly ever new: each one that `store` has is a
+    round trip less."""
+    newest = max(store.versions(), default=-1)
+    here = {file.xxh3: file for file in store.manifest(newest).files} if newest >= 0 else {}
+
+    def read(entry: Part | FileEntry) -> Any:
+        if entry.xxh3 in here:
+            return store.read(newest, here[entry.xxh3])
+        return reader.read(version, entry)
+
+    return read
 
 
 def _without_parts(manifest: Manifest) -> Manifest:
