@@ -9,7 +9,8 @@
 | extrapolation | to the models that upstream published figures of                                           |
 
 The versions come from `astraflow run`: SmolLM2-135M in bfloat16 at lr 1e-6 and 5e-6, and the quickstart model, 8 GRPO
-steps each. They are kept in --cache, so that measuring again needs no training.
+steps each. One pair more is what a late step of such a run would be, simulated. Trained versions are kept in --cache,
+so that measuring again needs no training.
 
     python -m benchmarks.bench_weights [--cache runs/bench-weights] [--trainings a,b] [--steps 8] [--rounds 3]
 """
@@ -26,10 +27,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.delta_codec import Measured, pooled
+from benchmarks.delta_codec import Measured, measure, pooled
 from benchmarks.harness import Check, Result, table
 from benchmarks.weights import extrapolate, layers
 from benchmarks.weights.chains import measure_chains
+from benchmarks.weights.late import late_pair, learning_rate
 from benchmarks.weights.live import measure_live
 from benchmarks.weights.training import TRAININGS, Trained, trained
 
@@ -73,6 +75,11 @@ def _measure(run: Trained, rows: Rows, rounds: int) -> dict[str, list[Measured]]
     versions = run.tensors()
     found = layers.measure_pairs(run, versions, rounds)
     rows["changes"] += layers.rows(run.name, found)
+    if (lr := learning_rate(run.training.words)) is not None:
+        late = measure(*late_pair(versions[0], lr), rounds)
+        rows["changes"].append({
+            "training": run.name, "layer": "all, late (simulated)", "elements": late.elements, **late.row(),
+        })  # fmt: skip
     place = Path(tempfile.mkdtemp(prefix="bench-weights-"))
     try:
         rows["live"] += measure_live(run, versions, place / "live")

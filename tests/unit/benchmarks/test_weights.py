@@ -10,6 +10,8 @@ import torch
 from benchmarks.bench_weights import checks
 from benchmarks.delta_codec import Measured, entropy_bounds, measure, pooled, synthetic
 from benchmarks.weights import extrapolate, layers
+from benchmarks.weights.late import late_pair, learning_rate
+from benchmarks.weights.training import TRAININGS
 
 
 def measured(**changes: float) -> Measured:
@@ -121,3 +123,18 @@ def test_checks_pool_the_pairs_near_one_percent_and_say_what_was_not_measured() 
     none = checks({"smollm2-x": {"all": [measured(elements=9000)]}})
     assert [check.ok for check in none[:3]] == [False] * 3
     assert none[0].value is None
+
+
+def test_a_late_step_changes_elements_as_often_as_the_rate_is_a_share_of_their_unit() -> None:
+    weights = {"a": torch.full((100_000,), 0.75, dtype=torch.bfloat16), "b": torch.zeros(64, dtype=torch.bfloat16)}
+    unit = 2.0**-8  # of 0.75 in bfloat16
+    old, new = late_pair(weights, unit / 10)
+    changed = (old["a"] != new["a"]).float().mean().item()
+    assert changed == pytest.approx(0.1, rel=0.05)
+    assert bool((old["b"] != new["b"]).all())
+    assert all(float((old[name].float() - weights[name].float()).abs().max()) <= unit for name in weights)
+
+
+def test_the_learning_rate_is_read_from_the_words_of_a_run() -> None:
+    assert learning_rate(TRAININGS["smollm2-lr5e-6"].words) == 5e-6
+    assert learning_rate(TRAININGS["quickstart-float32"].words) is None
