@@ -38,7 +38,7 @@ checkpoint_every = 100000
 [sources]
 train = {{ type = "calculator" }}
 heldout = {{ type = "calculator", split = "heldout" }}
-demos = {{ type = "calculator", demos = true, size = 12800, right = 0.2 }}
+demos = {{ type = "calculator", demos = true, size = 12800 }}
 
 [workflow]
 type = "tool_use"

@@ -1,6 +1,6 @@
 """Does the quickstart learn, from every seed, and as well when it is synchronous? The shipped recipe as it is.
 
-One whole run for each seed with the recipe's `max_staleness`, and one for each further value with the first seed.
+One whole run for each seed with the recipe's `max_staleness`, and one with each further value.
 Learning is compared step by step, speed by the wall clock. Each run alone.
 
     python -m benchmarks.bench_quickstart [--seeds 0,1,2] [--staleness 0] [--steps N]
@@ -19,7 +19,7 @@ from astraflow.testing.runs import LaunchedRun
 from benchmarks.harness import Check, Result
 
 MAX_WALL_S, MIN_SUCCESS, MAX_START, MAX_GAP = 360.0, 0.6, 0.1, 1e-4
-MARKS = (20, 40, 60, 80, 100, 150, 200, 300, 400)
+MARKS = (10, 20, 40, 60, 80, 100, 150, 200, 300)
 WINDOW = 5  # steps of one point of the reward curve
 
 
@@ -27,16 +27,16 @@ def main() -> None:
     """Measure and write `results/quickstart.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--staleness", default="0", help="further values of max_staleness, with the first seed")
+    parser.add_argument("--staleness", default="0", help="further values of max_staleness")
     parser.add_argument("--steps", type=int, help="instead of the recipe's")
     args = parser.parse_args()
     steps = [f"--run.steps={args.steps}"] if args.steps else []
     seeds = [int(seed) for seed in args.seeds.split(",")]
     rows = [_run(seed, None, steps) for seed in seeds]
-    rows += [_run(seeds[0], int(value), steps) for value in args.staleness.split(",") if value]
+    rows += [_run(seed, int(value), steps) for value in args.staleness.split(",") if value for seed in seeds]
     asynchronous = rows[: len(seeds)]
     checks = [
-        Check.at_least("lowest held-out success at the end", min(r["success_end"] for r in asynchronous), MIN_SUCCESS),
+        Check.at_least("lowest held-out success at the end", min(r["success_end"] for r in rows), MIN_SUCCESS),
         Check.at_most("highest held-out success at the start", max(r["success_start"] for r in rows), MAX_START),
         Check.at_most("longest run", max(r["wall_s"] for r in asynchronous), MAX_WALL_S, "s"),
         Check.at_most("worst p99 of the logprob gap, engine against trainer", max(r["gap_p99"] for r in rows), MAX_GAP),

@@ -46,7 +46,7 @@ class CalculatorSource:
 
     def __init__(
         self, *, split: str = "train", ops: str = OPERATORS, size: int = 0, seed: int = 0, demos: bool = False,
-        right: float = 0.08,
+        right: float = 0.2,
     ) -> None:  # fmt: skip
         """`ops`: only problems with one of these operators, "+" for sums. `size`: rows; 0: each distinct problem once.
         `demos`: rows `{messages, tools}` from train problems only; a share `right` of them calls for its own problem,
@@ -54,7 +54,7 @@ class CalculatorSource:
         """
         check_size("sources.calculator", size)
         if not 0.0 <= right <= 1.0:
-            raise SourceError("sources.calculator.right", right, "must be a share from 0 to 1", "give 0.08, say")
+            raise SourceError("sources.calculator.right", right, "must be a share from 0 to 1", "give 0.2, say")
         if not ops or len(set(ops)) != len(ops) or not set(ops) <= set(OPERATORS):
             raise SourceError(
                 "sources.calculator.ops", ops, f"must be some of {OPERATORS}, each once", "use '+' for sums only"

@@ -65,7 +65,7 @@ def test_rows_depend_on_seed_and_index_alone():
     assert one.fingerprint() == two.fingerprint() != other.fingerprint()
 
 
-@pytest.mark.parametrize(("options", "share"), [({}, 0.08), ({"right": 0.3}, 0.3), ({"right": 1.0}, 1.0)])
+@pytest.mark.parametrize(("options", "share"), [({}, 0.2), ({"right": 0.3}, 0.3), ({"right": 1.0}, 1.0)])
 def test_demonstrations_answer_what_the_tool_said_but_few_call_for_their_own_problem(options, share):
     called_right = 0
     demos = rows(CalculatorSource(demos=True, size=4000, **options))
