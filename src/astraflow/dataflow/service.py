@@ -30,6 +30,7 @@ from astraflow.dataflow.endpoints.consumers import ConsumerEndpoints
 from astraflow.dataflow.endpoints.refused import Refused
 from astraflow.dataflow.endpoints.relays import Relays
 from astraflow.dataflow.endpoints.stages import StageEndpoints
+from astraflow.dataflow.endpoints.urls import check_stores
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.queues import batch_id
 from astraflow.dataflow.machine.records import Batch, PolicyState
@@ -50,6 +51,7 @@ from astraflow.wire.app import (
     check_bind,
     create_app,
     json_reply,
+    path_id,
     read_json,
     read_stream_body,
     serve,
@@ -111,7 +113,7 @@ class _Endpoints:
         return json_reply(m.HeartbeatReply(self._relays.versions(), cancelled, self._machine.finished))
 
     async def drain(self, request: Request) -> Response:
-        await self._shell.submit(c.DrainNode(request.path_params["node_id"]))
+        await self._shell.submit(c.DrainNode(path_id(request, "node_id")))
         return json_reply(m.Ok())
 
     async def lease(self, request: Request) -> Response:
@@ -124,10 +126,11 @@ class _Endpoints:
             with refusals():
                 node = leases.node(body.node_id)
             self._machine.live.hear_node(body.node_id, self._shell.now())
-            if body.n > 0 and (leases.available or node.last_request == body.request_id):
+            again = node.last_request == body.request_id
+            if body.n > 0 and (again or leases.available):
                 given = await self._shell.submit(c.LeaseEpisodes(body.node_id, body.request_id, body.n))
                 check_alive(self._shell)  # the command itself may have ended the run: nobody would wake this request
-                if not given and leases.available and not self._machine.finished:
+                if not given and not again and leases.available and not self._machine.finished:
                     continue  # one command looks at so many rows and no more: go on where it stopped
             if given or self._machine.finished or not await wait_for(self._shell, "leases", deadline):
                 break
@@ -146,10 +149,12 @@ class _Endpoints:
     async def resume(self, request: Request) -> Response:
         body = await read_json(request, m.Resume)
         check_run(self._shell, body.run_id)
+        check_stores(body.urls)
         return json_reply(await self._shell.submit(c.ResumePolicy(request.path_params["policy"], body)))
 
     async def trainer_heartbeat(self, request: Request) -> Response:
         body = await read_json(request, m.TrainerHeartbeat)
+        check_stores(body.stores)
         name, _ = self._trainer(request, body.trainer_id)
         seen = self._machine.live.hear_trainer(name, self._shell.now())
         seen.stats, seen.stores = body.stats, body.stores

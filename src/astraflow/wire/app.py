@@ -31,7 +31,7 @@ from astraflow.errors import (
 from astraflow.wire.bulk import AnswerProtocol, BulkProtocol, Cut, bulk_of
 from astraflow.wire.codec import CONTENT_TYPE
 from astraflow.wire.local import BODY_HEADER, HOST_HEADER, INBOX_HEADER, MIN_BYTES, Body, Inbox, host_identity
-from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
+from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure, Id
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 1 << 30
@@ -212,6 +212,15 @@ async def read_json(request: Request, kind: type[T]) -> T:
         raise HttpError(
             422, f"body={bytes(body[:80])!r} must be a {kind.__name__} ({error}); see docs/protocol.md"
         ) from error
+
+
+def path_id(request: Request, name: str) -> str:
+    """The id of this name in the path, bound as those in bodies are; else 422."""
+    try:
+        return msgspec.convert(request.path_params[name], Id)
+    except msgspec.ValidationError as error:
+        said = repr(request.path_params[name][:80])
+        raise HttpError(422, f"{name}={said} must be an id ({error}); see docs/protocol.md") from error
 
 
 def _check_type(request: Request, wanted: str, fix: str) -> None:

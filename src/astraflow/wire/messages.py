@@ -37,7 +37,8 @@ import msgspec
 
 from astraflow.types import EpisodeLease, WeightVersion
 
-Id = Annotated[str, msgspec.Meta(max_length=256)]  # ids and names are kept, journaled and shown
+Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]  # kept, journaled and shown
+Label = Annotated[str, msgspec.Meta(max_length=256)]  # for people
 PROTOCOL = 1
 PROTOCOL_HEADER = "x-astraflow-protocol"
 
@@ -68,10 +69,10 @@ class Join(msgspec.Struct, kw_only=True):
     """A node enters the pool. Joining again with the same id is a no-op."""
 
     node_id: Id  # unique per process start
-    name: Id
+    name: Label
     capacity: int  # episodes it can play at once
     run_id: Id
-    host: Id = ""  # for people
+    host: Label = ""
 
 
 class JoinReply(msgspec.Struct):
@@ -102,7 +103,7 @@ class Relay(msgspec.Struct, kw_only=True):
 
     run_id: Id
     url: Id  # policies lie below it as `<url>/weights/<policy>`
-    region: Id = ""  # for people
+    region: Label = ""
     versions: dict[str, int] = {}  # policy -> newest version here
     known: dict[str, int] = {}  # policy -> newest version that I was told of
     wait_s: float = 0.0  # the answer may wait so long for a newer one
@@ -120,7 +121,7 @@ class LeaseRequest(msgspec.Struct, kw_only=True):
     """Up to `n` episodes, waiting at most `wait_s` for the first."""
 
     node_id: Id
-    request_id: Id  # a repeated request gets the same leases
+    request_id: Id  # new for each request; a repeated request gets the same leases, as far as they are still held
     n: int
     wait_s: float = 0.0
 
@@ -176,8 +177,8 @@ class ResumeReply(msgspec.Struct):
 class TrainerHeartbeat(msgspec.Struct, kw_only=True):
     """I live: without it `dataflow.batch_lease_s` long, the trainer is reported as silent.
 
-    `stores`: weight stores that get each version after it is announced, with the newest that each of them has. Nodes are
-    told of one while it has the newest version.
+    `stores`: weight stores that get each version after it is announced, with the newest that each of them has. Nodes
+    are told of one while it has the newest version.
     """
 
     trainer_id: Id
@@ -221,7 +222,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
     """
 
     worker_id: Id  # unique per process start
-    request_id: Id  # a repeated request gets the same leases
+    request_id: Id  # new for each request; a repeated one gets the same leases, as far as they are still held
     n: int  # at most `stages.*.rows`; one entry is given even if it has more
     wait_s: float = 0.0
     stats: dict[str, float] = {}  # gauges and monotonic counters for status
@@ -253,7 +254,7 @@ class ColumnsHeader(msgspec.Struct, kw_only=True):
     """
 
     worker_id: Id
-    request_id: Id  # a repeated request changes nothing
+    request_id: Id  # new for each request; a repeated one changes nothing
     leases: list[tuple[Id, int]]  # (entry id, attempt), in the order of the rows
     row_ids: list[str]  # as leased, one per row
     failed: list[tuple[Id, int, str]] = []  # (entry id, attempt, what went wrong)

@@ -151,3 +151,60 @@ def test_what_went_wrong_in_a_stage_is_cut(serve: Serve) -> None:
     header = m.ColumnsHeader(worker_id="w", request_id="r", leases=[], row_ids=[], failed=failed)
     answers = client.stage_columns("s", header, EchoStage().run(table.slice(0, 0)))
     assert answers == {leased.entry_id: "refused: " + "x" * 4096}
+
+
+_HEADERS = {"content-type": "application/json", PROTOCOL_HEADER: "1"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/leases", {"node_id": "n", "request_id": "", "n": 1}),
+        ("/stages/echo/leases", {"worker_id": "w", "request_id": "", "n": 1}),
+        ("/policies/actor/resume", {"trainer_id": "", "version": 0, "urls": []}),
+        ("/nodes", {"node_id": "", "name": "n", "capacity": 1}),
+        ("/relays/" + "x" * 257, {"url": "http://h:1"}),
+    ],
+)
+def test_ids_are_neither_empty_nor_endless(serve: Serve, path: str, body: dict[str, Any]) -> None:
+    service = serve(
+        small_config(stages={"echo": {"type": "astraflow.testing.stages:EchoStage", "policies": ["actor"]}})
+    )
+    client = service.start()
+    answer = urllib3.request("POST", service.url + path, json={**body, "run_id": client.run().run_id}, headers=_HEADERS)
+    assert answer.status == 422 and client.status()["refused"] == {"malformed": 1}
+
+
+@pytest.mark.parametrize("path", ["/nodes/", "/stages/echo/workers/"])
+def test_what_leaves_has_an_id_too(serve: Serve, path: str) -> None:
+    service = serve(
+        small_config(stages={"echo": {"type": "astraflow.testing.stages:EchoStage", "policies": ["actor"]}})
+    )
+    client = service.start()
+    before = client.status()["journal"]["command"]
+    assert urllib3.request("DELETE", service.url + path + "x" * 257, headers=_HEADERS).status == 422
+    assert client.status()["journal"]["command"] == before
+    assert urllib3.request("DELETE", service.url + path + "x" * 256, headers=_HEADERS).status == 200
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://[", "http://[::1", "http://h:99999", "http://h:abc", "http://h:0", " http://h", "http://h\0", "http://a b",
+     "ftp://h", "http://", "h:1"],
+)  # fmt: skip
+def test_relays_say_where_they_are_in_a_way_that_nodes_can_take_apart(serve: Serve, url: str) -> None:
+    client = serve(small_config()).start()
+    run_id = client.run().run_id
+    refused(422, lambda: client.relay("r", m.Relay(run_id=run_id, url=url)), "must be http://host:port of the relay")
+    assert client.status()["refused"] == {"malformed": 1}
+    client.relay("r", m.Relay(run_id=run_id, url="http://[::1]:80/"))
+    assert client.lease("n", 0).versions["actor"].urls == ("file:///w", "http://[::1]:80/weights/actor")
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://h:99999", "nowhere"])
+def test_trainers_say_where_weights_are_in_a_way_that_nodes_can_take_apart(serve: Serve, url: str) -> None:
+    client = serve(small_config()).start()
+    resume = m.Resume(trainer_id="u", version=0, urls=("file:///w", url), run_id=client.run().run_id)
+    refused(422, lambda: client.resume("actor", resume), "must be the URL of a weight store")
+    refused(422, lambda: client.trainer_heartbeat("actor", "t", {}, {url: 0}), "must be the URL of a weight store")
+    assert client.status()["refused"] == {"malformed": 2}

@@ -282,3 +282,20 @@ def test_nothing_to_train_on_is_the_answer_to_everybody(serve: Serve) -> None:
         with pytest.raises(WireError, match=r"sources\.train\.operators=curriculum let no task through"):
             waiting.result(10)
     assert client.status()["failure"]["kind"] == "NothingToTrainOn"
+
+
+def test_a_lease_request_repeated_after_its_episodes_were_committed_is_answered_and_costs_one_command(
+    serve: Serve,
+) -> None:
+    service = serve(small_config(policies__actor=policy_section(4)))
+    client = service.start()
+    leases = client.lease("n", 2, request_id="same").leases
+    client.commit([episode(x, "n") for x in leases])
+    before = client.status()["journal"]["command"]
+    with ThreadPoolExecutor() as pool:  # a request that is never answered would keep the client waiting for minutes
+        again = pool.submit(client.lease, "n", 2, request_id="same")
+        try:
+            assert again.result(5).leases == []
+        finally:
+            service.call(service.shell.stop)
+    assert service.client().status()["journal"]["command"] == before + 1

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from astraflow.dataflow.endpoints.asking import check_run, check_there
+from astraflow.dataflow.endpoints.urls import check_base
 from astraflow.dataflow.shell import Shell
 from astraflow.types import WeightVersion
 from astraflow.wire import messages as m
-from astraflow.wire.app import HttpError, json_reply, read_json
+from astraflow.wire.app import HttpError, json_reply, path_id, read_json
 
 _MOST_RELAYS = 1024
 _LONGEST_WAIT_S = 20.0
@@ -44,12 +44,10 @@ class Relays:
 
     async def beat(self, request: Request) -> Response:
         """Relay -> RelayReply."""
-        body, relay_id = await read_json(request, m.Relay), request.path_params["relay_id"]
+        body, relay_id = await read_json(request, m.Relay), path_id(request, "relay_id")
         check_there(self._shell)
         check_run(self._shell, body.run_id)
-        parts = urlsplit(body.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise HttpError(422, f"url={body.url} must be http://host:port of the relay; give it with --url")
+        check_base(body.url)
         live = self.live()
         if relay_id not in live and len(live) >= _MOST_RELAYS:
             raise HttpError(422, f"relays={len(live)} are as many as one service tells of; end one")

@@ -22,7 +22,7 @@ from astraflow.dataflow.storage.columns import staged_rows, token_counts
 from astraflow.dataflow.storage.door import Refused, check_columns
 from astraflow.dataflow.storage.segments import DamagedRows
 from astraflow.wire import messages as m
-from astraflow.wire.app import StreamReply, json_reply, read_json, read_stream_body
+from astraflow.wire.app import StreamReply, json_reply, path_id, read_json, read_stream_body
 from astraflow.wire.codec import read_stream, stream_pieces
 from astraflow.wire.local import Body
 
@@ -122,7 +122,7 @@ class StageEndpoints:
     async def leave(self, request: Request) -> Response:
         """-> Ok."""
         plan = self._plan(request)
-        await self._shell.submit(c.LeaveStage(plan.name, request.path_params["worker_id"]))
+        await self._shell.submit(c.LeaveStage(plan.name, path_id(request, "worker_id")))
         return json_reply(m.Ok())
 
     def _plan(self, request: Request) -> StagePlan:

@@ -28,7 +28,7 @@ OPERATIONS = (
     ),
     Operation(
         method="DELETE", path="/nodes/{node_id}", name="drain", sender="node", reply=m.Ok,
-        about="Leave the pool: leases are given back", refusals=(507,),
+        about="Leave the pool: leases are given back", refusals=(422, 507),
     ),
     Operation(
         method="POST", path="/leases", name="lease", sender="node", body=m.LeaseRequest, reply=m.LeaseReply,
@@ -75,7 +75,7 @@ OPERATIONS = (
     ),
     Operation(
         method="DELETE", path="/stages/{stage}/workers/{worker_id}", name="stage_leave", sender="stage", reply=m.Ok,
-        about="Leave: leases are given back", refusals=(404, 507),
+        about="Leave: leases are given back", refusals=(404, 422, 507),
     ),
     Operation(
         method="POST", path="/consumers/{consumer}/batches", name="consume", sender="consumer",

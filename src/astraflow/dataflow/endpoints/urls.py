@@ -1,0 +1,34 @@
+"""URLs that others are told of: all nodes take them apart, so one that nobody can take apart is refused here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from urllib.parse import SplitResult, urlsplit
+
+from astraflow.wire.app import HttpError
+
+_plain = re.compile(r"[!-~]+").fullmatch  # printable ASCII without spaces; `urlsplit` drops some of what is not
+
+
+def check_base(url: str) -> None:
+    """Raises: HttpError: 422: no HTTP server can be there."""
+    parts = _split(url)
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or _plain(url) is None:
+        raise HttpError(422, f"url={url!r} must be http://host:port of the relay; give it with --url")
+
+
+def check_stores(urls: Iterable[str]) -> None:
+    """Raises: HttpError: 422: one of them is no URL."""
+    for url in urls:
+        parts = _split(url)
+        if parts is None or not parts.scheme:
+            raise HttpError(422, f"url={url[:200]!r} must be the URL of a weight store; see docs/protocol.md")
+
+
+def _split(url: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(url)
+        return parts if parts.port != 0 else None
+    except ValueError:  # brackets that do not match, a port that is none
+        return None
