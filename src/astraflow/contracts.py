@@ -10,6 +10,7 @@ import numpy as np
 
 from astraflow.errors import EngineError
 from astraflow.types import (
+    Adapter,
     EffectiveWeights,
     Generation,
     Group,
@@ -139,10 +140,11 @@ class Engine(Protocol):
     def cancel(self, request_id: str) -> None:
         """Stop a request: its future ends with what was sampled so far, finish_reason "cancelled"."""
 
-    def load_weights(self, version: int, tensors: Mapping[str, Any]) -> Future[int]:
+    def load_weights(self, version: int, tensors: Mapping[str, Any], adapter: Adapter | None = None) -> Future[int]:
         """Swap to `version` between two decode steps; in-flight requests go on under it.
 
-        `tensors`: Hugging Face name -> torch tensor. The future gives the version once it is in force."""
+        `tensors`: Hugging Face name -> torch tensor; with `adapter`, peft name -> torch tensor, on the weights that the
+        engine was started with. The future gives the version once it is in force."""
 
     def effective_weights(self) -> Future[EffectiveWeights]:
         """Checksum of the weights that the forward pass uses now. It costs a pass over their bytes."""

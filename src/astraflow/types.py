@@ -73,6 +73,13 @@ class EffectiveWeights(msgspec.Struct, frozen=True):
     checksum: str  # `models.load.effective_checksum`; "": the engine has no weights
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """What the tensors of a LoRA version become weights with: base + scaling * B A in each layer that has a pair."""
+
+    scaling: float  # alpha / rank
+    base: str  # `models.load.content_checksum` of the model directory that they rest on
+
+
 class Call(msgspec.Struct, frozen=True):
     """One LLM request inside an episode, as captured by the gateway: exact ids, never re-tokenised."""
 

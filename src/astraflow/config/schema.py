@@ -137,6 +137,16 @@ class OptimizerSection(Strict):
     warmup_steps: int = Field(0, ge=0)
 
 
+class LoraSection(Strict):
+    """lora: small matrices are trained beside frozen weights, and only they travel."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0, description="what is learnt is scaled by alpha / rank")
+    targets: list[str] = Field(
+        ["all-linear"], min_length=1, description="last parts of the names of the layers that get one"
+    )
+
+
 class WarmStartSection(Strict):
     """warm_start: supervised steps on demonstrations before version 0 is published (also `astraflow sft`)."""
 
@@ -168,6 +178,7 @@ class PolicySection(Strict):
     sampling: SamplingSection = SamplingSection()
     optimizer: OptimizerSection = OptimizerSection()
     warm_start: WarmStartSection | None = None
+    lora: LoraSection | None = None
     trainer: TrainerSection = TrainerSection()
     tool_parser: str = Field("auto", description="how tool calls are read from text: auto, hermes, bracket, none")
 

@@ -20,7 +20,7 @@ import numpy as np
 from astraflow.config.rooms import resolve
 from astraflow.engines.requests import check_sampling, checked_prompt
 from astraflow.errors import EngineError
-from astraflow.types import EffectiveWeights, FinishReason, Generation, Sampling
+from astraflow.types import Adapter, EffectiveWeights, FinishReason, Generation, Sampling
 
 _MAX_CONTEXT = 4096
 _MAX_ID = 2**31 - 1
@@ -107,7 +107,7 @@ class ScriptedEngine:
             running.ended = "cancelled"
             self._answer([running])
 
-    def load_weights(self, version: int, tensors: Mapping[str, Any]) -> Future[int]:
+    def load_weights(self, version: int, tensors: Mapping[str, Any], adapter: Adapter | None = None) -> Future[int]:
         """In force at once: the next token of every request is labelled with it."""
         future: Future[int] = Future()
         with self._lock:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import xxhash
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -58,11 +59,33 @@ def effective_checksum(tensors: Mapping[str, torch.Tensor], dtype: str | None = 
 
     Args: dtype: numbers are rounded to it first, as a model of that dtype does when it loads them.
     """
+    rounded = DTYPES[dtype] if dtype is not None else None
+    return _checksum(
+        (name, t.to(rounded) if rounded is not None and t.is_floating_point() else t)
+        for name, t in sorted(tensors.items())
+    )
+
+
+def content_checksum(directory: Path) -> str:
+    """xxh3-128 in hex over the weights in a model directory as they are stored, one tensor at a time.
+
+    Raises: ModelError: unreadable.
+    """
+    try:
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(p, "pt")) for p in sorted(directory.glob("*.safetensors"))]
+            owner = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
+            return _checksum((name, owner[name].get_tensor(name)) for name in sorted(owner))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            "model", str(directory), f"cannot be read ({_first_line(error)})", "give a whole model directory"
+        ) from error
+
+
+def _checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(DTYPES[dtype])
+    for name, tensor in tensors:
+        tensor = tensor.detach()
         flat = tensor.cpu().contiguous().reshape(-1)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         if flat.numel():

@@ -15,6 +15,7 @@ from astraflow.config.schema import PolicySection
 from astraflow.contracts import Engine
 from astraflow.errors import EngineError, ModelError, Problem, ProtocolMismatch, Unauthorized, WeightError, WireError
 from astraflow.models.chat import ChatTokenizer
+from astraflow.models.lora.adapter import read_adapter
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.gateway.tools import parser_for
 from astraflow.rollout.loop import in_thread
@@ -94,7 +95,8 @@ class Weights:
         """Background task: every newer version goes into `engine`. Raises: ModelError: the weights do not fit."""
         while True:
             fetched = await self.fetch_newer(engine.version)
-            await asyncio.wrap_future(engine.load_weights(fetched.version, fetched.tensors))
+            adapter = read_adapter(fetched.files)
+            await asyncio.wrap_future(engine.load_weights(fetched.version, fetched.tensors, adapter))
             self._on_version()
 
 
@@ -123,7 +125,12 @@ def _directory(model: str, options: PolicyOptions) -> Path:
 
 
 def _write(fetched: Fetched, directory: Path) -> None:
-    """A published version as a model directory."""
+    """A published version as a model directory. Raises: ModelError: it is only an adapter."""
+    if (adapter := read_adapter(fetched.files)) is not None:
+        raise ModelError(
+            "model", adapter.base, "is the base of the published adapters and is not on this node",
+            "copy the model directory of policies.*.model to the same path here",
+        )  # fmt: skip
     from safetensors.torch import save_file
 
     fetched.save_files(directory)

@@ -56,7 +56,8 @@ class StageRun:
         return ChatTokenizer(self.model_directory(policy))
 
     def first_weights(self, policy: str) -> dict[str, torch.Tensor] | None:
-        """The tensors of version 0; None: they are those of `model_directory`, since there was no warm start.
+        """The tensors of version 0, with `lora` those of the adapter; None: without a warm start they are those of
+        `model_directory`.
 
         Raises: WeightError: version 0 cannot be fetched.
         """

@@ -93,6 +93,7 @@ class RefLogprobs:
 
         from astraflow.config.env import cache_dir
         from astraflow.models.load import load_model, load_tensors
+        from astraflow.models.lora.merge import load_adapter
         from astraflow.models.registry import model_directory
         from astraflow.models.scoring.forward import prepare_model
 
@@ -104,7 +105,10 @@ class RefLogprobs:
             directory = self._run.model_directory(policy)
         model = load_model(directory, self._dtype)
         tensors = None if self._model else self._run.first_weights(policy)
-        if tensors is not None:
+        lora = self._run.config.policies[policy].lora
+        if tensors is not None and lora is not None:
+            load_adapter(model, tensors, lora.alpha / lora.rank, {})
+        elif tensors is not None:
             load_tensors(model, tensors)
         model.to(self._device)  # type: ignore[arg-type]
         self._models[policy] = prepare_model(model)

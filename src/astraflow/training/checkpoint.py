@@ -3,6 +3,7 @@
 ```
 <run>/checkpoints/<policy>/step-000123/
     config.json, generation_config.json, model*.safetensors, tokenizer files     loadable by any tool
+    adapter/{adapter_config.json, adapter_model.safetensors}  with LoRA: as peft has it; above, it is merged
     training_state/state.json             counts, names and sizes of all files; written last
     training_state/optimizer.safetensors  moments by parameter name
     training_state/rng.safetensors        state of torch's generator
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,12 +32,23 @@ from transformers import PreTrainedModel
 
 from astraflow.errors import TrainingError
 from astraflow.models.checkpoints import STATE, StateFile, whole_checkpoints
+from astraflow.models.lora.adapter import TENSORS
+from astraflow.models.lora.layers import effective_tensors, lora_tensors
 
 KEEP = 2
+ADAPTER = "adapter"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """A LoRA adapter: its tensors by peft's names, not copied, and its JSON files."""
+
+    tensors: Tensors
+    files: Sequence[Path]
 
 
 @dataclass
@@ -50,6 +62,7 @@ class TrainingState:
     optimizer: Tensors
     audit_versions: Mapping[int, Tensors] = field(default_factory=dict)
     master: Tensors | None = None  # None: the model's own files are float32
+    adapter: SavedAdapter | None = None  # None: all weights are trained, or (when loaded) it came with the model
 
 
 def save_checkpoint(root: Path, model: PreTrainedModel, source: Path, state: TrainingState) -> Path:
@@ -64,6 +77,8 @@ def save_checkpoint(root: Path, model: PreTrainedModel, source: Path, state: Tra
         shutil.rmtree(building, ignore_errors=True)
         (building / STATE).mkdir(parents=True)
         _write_model(building, model, source, bfloat16=state.master is not None)
+        if state.adapter is not None:
+            _write_adapter(building / ADAPTER, state.adapter)
         _write_state(building, state)
         old = root / f".tmp-replaced-{target.name}"
         shutil.rmtree(old, ignore_errors=True)
@@ -150,12 +165,13 @@ def load_optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Inverse of `optimizer_tensors`. Raises: TrainingError: a moment is missing, unknown or of another shape."""
-    expected = {f"{moment}/{name}" for moment in MOMENTS for name, _ in model.named_parameters()} if tensors else set()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    expected = {f"{moment}/{name}" for moment in MOMENTS for name in trained} if tensors else set()
     if different := sorted(expected ^ set(tensors)):
         raise TrainingError(
             "checkpoint.optimizer", different[0], "is missing or unknown", "resume with the model that was checkpointed"
         )
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained.items():
         if not tensors:
             continue
         state = {moment: tensors[f"{moment}/{name}"].clone() for moment in MOMENTS}
@@ -168,7 +184,9 @@ def load_optimizer_tensors(
 
 
 def _write_model(building: Path, model: PreTrainedModel, source: Path, *, bfloat16: bool) -> None:
-    if bfloat16:
+    if lora_tensors(model):
+        model.save_pretrained(building, state_dict=effective_tensors(model))
+    elif bfloat16:
         tensors = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
         model.save_pretrained(building, state_dict=tensors)
         config = building / "config.json"  # save_pretrained writes the dtype of the live model
@@ -178,6 +196,13 @@ def _write_model(building: Path, model: PreTrainedModel, source: Path, *, bfloat
     for path in model_files(source):
         if not (building / path.name).exists():
             shutil.copyfile(path, building / path.name)
+
+
+def _write_adapter(folder: Path, adapter: SavedAdapter) -> None:
+    folder.mkdir()
+    save_file(dict(adapter.tensors), folder / TENSORS, {"format": "pt"})
+    for path in adapter.files:
+        shutil.copyfile(path, folder / path.name)
 
 
 def _write_state(building: Path, state: TrainingState) -> None:

@@ -18,7 +18,6 @@ from astraflow.config.schema import PolicySection, RunConfig
 from astraflow.config.serving import off_policy_problems
 from astraflow.errors import ConfigError
 from astraflow.models.checkpoints import latest_checkpoint
-from astraflow.models.load import effective_checksum, load_model, load_tensors, state_tensors
 from astraflow.models.registry import model_directory
 from astraflow.models.scoring.packing import rows_from_table
 from astraflow.training.audit import Auditor
@@ -26,12 +25,12 @@ from astraflow.training.checkpoint import (
     TrainingState,
     load_optimizer_tensors,
     load_state,
-    model_files,
     optimizer_tensors,
     save_checkpoint,
 )
 from astraflow.training.sft import warm_start
 from astraflow.training.step import StepCounts, Stepper, StepSettings
+from astraflow.training.trained import load_trained
 from astraflow.types import EffectiveWeights
 from astraflow.weights.publisher import Publisher
 from astraflow.weights.store import FileStore
@@ -67,7 +66,9 @@ class Learner:
         # after a resume is equal to the byte.
         self._directory = model_directory(self.section.model, cache_dir(), config.run.seed)
         resumed = latest_checkpoint(self._root)
-        self.model = load_model(resumed or self._directory)
+        place = run_dir / "adapters" / policy
+        self.trained = load_trained(self.section, self._directory, resumed, place)
+        self.model = self.trained.model
         if not threads and not self.section.trainer.threads and self.model.num_parameters() < SMALL_PARAMETERS:
             torch.set_num_threads(1)
         self.version = 0
@@ -96,7 +97,7 @@ class Learner:
         rows = rows_from_table(table)
         metrics = self.stepper.step(rows, self.version)
         self.version += 1
-        tensors = self._copy()
+        tensors = self.trained.copy()
         metrics["perf/publish_wait_s"] = self._publish(tensors)
         begin = time.perf_counter()
         metrics |= self.auditor.audit(self.model, rows, self.version, self.section.batch.tokens_per_microbatch)
@@ -114,6 +115,7 @@ class Learner:
         """Write a checkpoint of `version`; everything after it can be done again bit for bit."""
         self.flush()
         counts = self.stepper.counts
+        master, adapter = self.trained.saved()
         state = TrainingState(
             version=self.version,
             step=counts.step,
@@ -121,7 +123,8 @@ class Learner:
             skipped_in_a_row=counts.skipped_in_a_row,
             optimizer=optimizer_tensors(self.model, self.stepper.optimizer),
             audit_versions={v: t for v, t in self.auditor.versions.items() if v != self.version},
-            master=state_tensors(self.model) if self._bfloat16 else None,
+            master=master,
+            adapter=adapter,
         )
         path = save_checkpoint(self._root, self.model, self._directory, state)
         log.info("checkpoint of version %d at %s", self.version, path)
@@ -129,7 +132,7 @@ class Learner:
 
     def effective_weights(self, dtype: str) -> EffectiveWeights:
         """What an engine of `dtype` must compute with under `version`, to be compared with what it says."""
-        return EffectiveWeights(self.version, dtype, effective_checksum(self._copy(), dtype))
+        return EffectiveWeights(self.version, dtype, self.trained.effective(dtype))
 
     def flush(self) -> None:
         """`version` is visible. Raises: WeightError: it could not be published."""
@@ -169,8 +172,7 @@ class Learner:
         self.save()  # a restart before the first checkpoint of the run must not learn it all again
 
     def _restore(self, state: TrainingState) -> None:
-        if state.master is not None:
-            load_tensors(self.model, state.master)
+        self.trained.restore(state)
         load_optimizer_tensors(self.model, self.stepper.optimizer, state.optimizer)
         self.stepper.counts = StepCounts(state.step, state.skipped, state.skipped_in_a_row)
         self.version = state.version
@@ -178,21 +180,13 @@ class Learner:
             self.auditor.remember(version, tensors)
 
     def _remember_and_publish(self) -> None:
-        tensors = self._copy()
+        tensors = self.trained.copy()
         self.auditor.remember(self.version, tensors)
         self._publish(tensors)
         self._publisher.flush()
 
-    def _copy(self) -> dict[str, torch.Tensor]:
-        """The weights as published: a copy that later steps do not change."""
-        dtype = torch.bfloat16 if self._bfloat16 else torch.float32
-        return {
-            name: tensor.detach().to("cpu", dtype, copy=True) if tensor.is_floating_point() else tensor.cpu().clone()
-            for name, tensor in state_tensors(self.model).items()
-        }
-
     def _publish(self, tensors: Mapping[str, torch.Tensor]) -> float:
-        return self._publisher.submit(self.version, tensors, model_files(self._directory))
+        return self._publisher.submit(self.version, self.trained.published(tensors), self.trained.files)
 
 
 def _automatic_threads(config: RunConfig) -> int:

@@ -21,6 +21,7 @@ from astraflow.contracts import Source
 from astraflow.errors import SourceError
 from astraflow.models.chat import ChatTokenizer
 from astraflow.models.load import load_model
+from astraflow.models.lora.layers import add_lora
 from astraflow.models.scoring.packing import TokenRows, rows_from_lists
 from astraflow.training.checkpoint import save_model
 from astraflow.training.step import Stepper, StepSettings
@@ -126,6 +127,8 @@ def run_sft(model_directory: Path, target: Path, config: RunConfig, policy: str)
     """Take the warm start of a policy as its run does and save it as a Hugging Face directory `target`."""
     torch.manual_seed(config.run.seed)
     model = load_model(model_directory)
+    if (lora := config.policies[policy].lora) is not None:
+        add_lora(model, lora)
     metrics = warm_start(model, model_directory, config, policy)
     save_model(target, model, model_directory)
     return metrics

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from astraflow.engines.local.decoder import Decoder
 from astraflow.engines.local.rows import Rows
-from astraflow.models.load import load_model, state_tensors
+from astraflow.models.load import load_model, load_tensors, state_tensors
 from astraflow.types import Generation
 from decoding import ask, follow_up, run
 
@@ -126,7 +126,8 @@ def test_a_swap_forgets_known_prefixes(endless_dir: Path) -> None:
     with torch.inference_mode():
         decoder.admit([ask("a", [1, 5, 9, 3], 4)])
         turn = run(decoder)["a"]
-        decoder.swap(1, tensors)
+        load_tensors(model, tensors)
+        decoder.renew(1)
         before = decoder.prefill_tokens
         decoder.admit([ask("b", follow_up([1, 5, 9, 3], turn, [4]), 4)])
         assert decoder.prefill_tokens - before == 4 + 4

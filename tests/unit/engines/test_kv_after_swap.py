@@ -35,12 +35,14 @@ def swapped(decoder: Decoder, weights: dict[int, dict[str, torch.Tensor]]) -> tu
     """Three rows, two of them siblings, go over a swap. Returns one of the two, and how many tokens the swap read."""
     count = BEFORE + AFTER
     with torch.inference_mode():
-        decoder.swap(0, weights[0])
+        load_tensors(decoder._model, weights[0])
+        decoder.renew(0)
         decoder.admit([ask("a", PROMPT, count), ask("b", PROMPT, count), ask("c", [8] * 30, count)])
         for _ in range(BEFORE):
             decoder.step()
         before = decoder.prefill_tokens
-        decoder.swap(1, weights[1])
+        load_tensors(decoder._model, weights[1])
+        decoder.renew(1)
         computed = decoder.prefill_tokens - before
     return run(decoder)["a"], computed
 

@@ -10,9 +10,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from astraflow.config.schema import RunConfig
+from astraflow.config.schema import LoraSection, RunConfig
 from astraflow.errors import Problem
 from astraflow.models.load import load_model, state_tensors
+from astraflow.models.lora.layers import add_lora, lora_tensors, peft_names
 from astraflow.models.tiny_char import write_tiny_char
 from astraflow.stages.context import StageRun, build_stage
 from astraflow.testing.dataflow import small_config
@@ -115,3 +116,28 @@ def test_options_are_refused_by_name(directory: Path, options: dict[str, Any]) -
     config = small_config(stages={"ref": {"type": "ref_logprobs", **options}})
     with pytest.raises(Problem, match=rf"stages\.ref\.{next(iter(options))}="):
         build_stage(StageRun(config, "ref"))
+
+
+def test_the_reference_of_an_adapter_is_its_version_0(directory: Path, tmp_path: Path) -> None:
+    section = LoraSection(rank=2, alpha=3.0)
+    model = load_model(directory)
+    add_lora(model, section)
+    with torch.no_grad():
+        for tensor in lora_tensors(model).values():
+            tensor.normal_(0, 0.3)
+    store = FileStore(tmp_path, "actor", durable=False)
+    store.publish(0, peft_names(lora_tensors(model)))
+    config = config_of(directory, warm_start={"source": "warm", "steps": 1}, lora={"rank": 2, "alpha": 3.0})
+    run = StageRun(config, "ref", threads=1)
+    run.hear({"actor": WeightVersion("actor", 0, (store.url,))})
+    stage = build_stage(run)
+    ids, mask = [1, 5, 9, 12], [False, True, True, True]
+    got = stage.run(rows_of((ids, mask, -1, 0, "actor"))).column("ref_logprobs").to_pylist()[0]
+    with torch.inference_mode():
+        logits = [
+            m(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1) for m in (model, load_model(directory))
+        ]
+    ours, plain = (each.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy() for each in logits)
+    assert np.allclose(got[1:], ours, atol=1e-5)
+    assert not np.allclose(ours, plain, atol=1e-2)
+    stage.close()

@@ -27,6 +27,7 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
     for name, policy in raw["policies"].items():
         where = f"policies.{name}"
         fixed[f"{where}.model"] = policy["model"]
+        fixed[f"{where}.lora"] = policy["lora"]
         fixed[f"{where}.batch.groups"] = policy["batch"]["groups"]
         fixed[f"{where}.operators"] = policy["operators"]
         fixed[f"{where}.sampling.temperature"] = policy["sampling"]["temperature"]  # what waits is scored with it

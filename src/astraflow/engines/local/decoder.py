@@ -7,7 +7,7 @@ reads the last token of every row, so the first token after a prompt is sampled 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from astraflow.engines.local.rows import NO_VERSION, Request, Rows
 from astraflow.engines.local.sampler import sample, uniforms
 from astraflow.engines.local.shelf import Prefix, Shelf
 from astraflow.engines.local.slots import SlotCache
-from astraflow.models.load import load_tensors
 from astraflow.types import FinishReason, Generation
 
 Finished = tuple[Request, Generation]
@@ -81,9 +80,8 @@ class Decoder:
         gone = np.fromiter((request.cancelled for request in self._rows.requests), bool, len(self._rows))
         return self._end(gone, lambda row: "cancelled")
 
-    def swap(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """New weights; keys and values of all rows are computed afresh under them, or kept. Raises: ModelError."""
-        load_tensors(self._model, tensors)
+    def renew(self, version: int) -> None:
+        """The model has other weights now; keys and values of all rows are computed afresh under them, or kept."""
         self.version = version
         self._shelf.clear()
         self._rows.records["cached"] = NO_VERSION if self._keep_caches else version

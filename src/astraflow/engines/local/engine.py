@@ -28,11 +28,12 @@ from astraflow.engines.local.decoder import Decoder
 from astraflow.engines.local.inbox import Errand, Inbox, Work
 from astraflow.engines.local.rows import Request
 from astraflow.engines.local.sampler import row_key
+from astraflow.engines.local.weights import LiveWeights
 from astraflow.engines.requests import check_sampling, checked_prompt, require
 from astraflow.errors import AstraFlowError, EngineError, ModelError
 from astraflow.models.chat import eos_ids
-from astraflow.models.load import dtype_name, effective_checksum, load_model, state_tensors
-from astraflow.types import EffectiveWeights, Generation, Sampling
+from astraflow.models.load import load_model
+from astraflow.types import Adapter, EffectiveWeights, Generation, Sampling
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ class LocalEngine:
         known = kv_after_swap in ("recompute", "keep")
         require("engine.kv_after_swap", kv_after_swap, known, "must be recompute or keep", "use recompute")
         torch.set_num_threads(threads)
-        self._model = model = load_model(model_dir, dtype, "sdpa").requires_grad_(False)
+        model = load_model(model_dir, dtype, "sdpa").requires_grad_(False)
+        self._weights = LiveWeights(model, Path(model_dir))
         self._max_context = _context_limit(model.config, max_context)
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._decoder = Decoder(
@@ -110,18 +112,18 @@ class LocalEngine:
         """End a request with what it has; nothing happens when it is not known (any more)."""
         self._inbox.cancel(request_id)
 
-    def load_weights(self, version: int, tensors: Mapping[str, Any]) -> Future[int]:
+    def load_weights(self, version: int, tensors: Mapping[str, Any], adapter: Adapter | None = None) -> Future[int]:
         """Swap between two decode steps. Tensors that do not fit change nothing and fail the future with ModelError.
 
         Running rows keep their tokens. Their keys and values are computed afresh (`kv_after_swap` "recompute"), so that
         every later token has the logprob of a fresh pass under its own version; or kept ("keep"), which costs nothing,
         and later tokens then attend to what earlier versions left. What was shelved is dropped in both cases.
         """
-        return self._between_steps(lambda: self._swap(version, tensors))
+        return self._between_steps(lambda: self._swap(version, tensors, adapter))
 
     def effective_weights(self) -> Future[EffectiveWeights]:
         """The checksum of the live model's weights, tied ones once; the rows wait while it is computed."""
-        return self._between_steps(self._effective_weights)
+        return self._between_steps(lambda: self._weights.effective(self.version))
 
     @property
     def version(self) -> int:
@@ -199,16 +201,13 @@ class LocalEngine:
         self._inbox.add_errand(Errand(act, future))
         return future
 
-    def _swap(self, version: int, tensors: Mapping[str, Any]) -> int:
+    def _swap(self, version: int, tensors: Mapping[str, Any], adapter: Adapter | None) -> int:
         began = time.perf_counter()
-        self._decoder.swap(version, tensors)
+        self._weights.load(tensors, adapter)
+        self._decoder.renew(version)
         self._counts["swaps"] += 1
         self._counts["swap_s"] += time.perf_counter() - began
         return version
-
-    def _effective_weights(self) -> EffectiveWeights:
-        checksum = effective_checksum(state_tensors(self._model))
-        return EffectiveWeights(self.version, dtype_name(self._model.dtype), checksum)
 
 
 def nothing() -> Generation:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import Qwen3ForCausalLM
 
 from astraflow.config.schema import RunConfig
 from astraflow.contracts import Engine
+from astraflow.models.lora.adapter import read_adapter
 from astraflow.models.tiny_char import make_config, make_tokenizer
 from astraflow.training.learner import Learner
 from astraflow.types import Sampling
@@ -35,8 +37,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "tied": {},
     "untied": {},
     "tied, published in bfloat16": {"trainer": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-5}},
-}
-"""Name -> settings of the policy. The learning rates are so small that versions travel as deltas."""
+    "LoRA": {"lora": {"rank": 4, "alpha": 6}, "optimizer": {"lr": 1e-3}},
+    "LoRA on some layers, untied": {
+        "lora": {"rank": 3, "alpha": 5, "targets": ["q_proj", "down_proj"]}, "optimizer": {"lr": 1e-3},
+    },
+}  # fmt: skip
+"""Name -> settings of the policy. Where all weights are trained, so slowly that versions travel as deltas."""
 
 
 def write_model(directory: Path, *, tied: bool) -> Path:
@@ -101,7 +107,7 @@ class EffectiveWeightsSuite:
     @pytest.fixture(params=POLICIES)
     def learner(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Learner]:
         """A trainer at version 0."""
-        model = write_model(tmp_path / "model", tied=request.param != "untied")
+        model = write_model(tmp_path / "model", tied="untied" not in request.param)
         with closing(Learner(run_config(model, POLICIES[request.param]), "actor", tmp_path)) as made:
             yield made
 
@@ -116,29 +122,39 @@ class EffectiveWeightsSuite:
         learner.flush()
         if dtype == "float32":  # rounded to bfloat16, steps as small as these may change nothing
             assert len({weights.checksum for weights in expected}) == len(expected), "the updates changed nothing"
-        client, held = WeightClient(), None
+        client = WeightClient()
+        held: Fetched | None = None
         with closing(start(Path(learner.section.model), dtype)) as engine, closing(client):
             # In flight over all swaps: what it runs on must not stay behind.
             future = engine.submit("long", PROMPT, Sampling(max_tokens=400))
             for version, weights in enumerate(expected):
                 held = _bring(client, learner, version, held)
-                engine.load_weights(version, held.tensors).result(_DEADLINE_S)
+                _load(engine, held).result(_DEADLINE_S)
                 assert engine.effective_weights().result(_DEADLINE_S) == weights
                 engine.submit(f"probe{version}", PROMPT, Sampling(max_tokens=4)).result(_DEADLINE_S)
             versions = set(future.result(_DEADLINE_S).versions.tolist())
         assert versions >= set(range(UPDATES)), "the generation was not in flight over the swaps"
-        assert client.counts["deltas"] == UPDATES
+        if learner.section.lora is None:
+            assert client.counts["deltas"] == UPDATES
+        else:
+            assert held is not None
+            assert held.held.manifest.nbytes < 0.15 * sum(p.nbytes for p in learner.model.parameters())
 
     def test_weights_that_were_refused_leave_those_in_force(
         self, start: Callable[[Path, str], Engine], learner: Learner
     ) -> None:
         with closing(start(Path(learner.section.model), "float32")) as engine:
             held = _bring(WeightClient(), learner, 0, None)
-            engine.load_weights(0, held.tensors).result(_DEADLINE_S)
+            _load(engine, held).result(_DEADLINE_S)
             before = engine.effective_weights().result(_DEADLINE_S)
             missing = dict(list(held.tensors.items())[:-1])
-            assert engine.load_weights(1, missing).exception(_DEADLINE_S) is not None
+            assert engine.load_weights(1, missing, read_adapter(held.files)).exception(_DEADLINE_S) is not None
             assert engine.effective_weights().result(_DEADLINE_S) == before == learner.effective_weights("float32")
+
+
+def _load(engine: Engine, fetched: Fetched) -> Future[int]:
+    """As a node does it."""
+    return engine.load_weights(fetched.version, fetched.tensors, read_adapter(fetched.files))
 
 
 def _bring(client: WeightClient, learner: Learner, version: int, held: Fetched | None) -> Fetched:

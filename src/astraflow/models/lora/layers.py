@@ -1,0 +1,119 @@
+"""LoRA on the linear layers of a model, in place: names, files and forward pass of everything else stay as they are.
+
+Source: Hu et al. 2021, arXiv:2106.09685. Why not peft's layers: docs/decisions/0007-lora.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from astraflow.config.schema import LoraSection
+from astraflow.errors import ModelError
+from astraflow.models.linear import FastLinear
+from astraflow.models.load import state_tensors
+from astraflow.models.lora.adapter import PREFIX
+from astraflow.models.lora.merge import merge_pair
+
+ALL_LINEAR = "all-linear"
+_PAIR = ("lora_A", "lora_B")
+
+
+class LoraLinear(FastLinear):
+    """x W' + scaling * (x A') B', bias as before. Made out of a linear layer by `add_lora`."""
+
+    lora_A: nn.Linear  # in -> rank
+    lora_B: nn.Linear  # rank -> out; zero at the start
+    scaling: float
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., M]."""
+        low = linear(input, self.lora_A.weight)
+        return super().forward(input) + self.scaling * linear(low, self.lora_B.weight)
+
+
+def add_lora(model: PreTrainedModel, section: LoraSection) -> list[str]:
+    """Freeze `model` and give the layers that `section.targets` names a pair of small matrices each.
+
+    Returns: the last parts of these layers' names, sorted: what peft calls target modules.
+    Raises: ModelError: a target that is no linear layer of the model, or its output layer.
+    """
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    chosen = {name for target in section.targets for name in _matching(target, linears)}
+    model.requires_grad_(False)
+    for name in linears:  # in the order of the model, so that a seed gives the same numbers whatever the order asked
+        if name in chosen:
+            _add(linears[name], section)
+    return sorted({name.rpartition(".")[2] for name in chosen})
+
+
+def lora_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The small matrices by their names in the model, live."""
+    return {name: p.detach() for name, p in model.named_parameters() if name.rpartition(".")[0].endswith(_PAIR)}
+
+
+def peft_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`lora_tensors` under the names that peft gives them in files."""
+    return {PREFIX + name: tensor for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def load_lora(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Inverse of `peft_names(lora_tensors(model))`. Raises: ModelError: other names or shapes."""
+    own = peft_names(lora_tensors(model))
+    different = sorted(own.keys() ^ tensors.keys()) or [n for n in own if own[n].shape != tensors[n].shape]
+    if different:
+        raise ModelError(
+            "adapter tensor", different[0], "does not fit policies.*.lora", "use the rank and targets of the checkpoint"
+        )
+    for name, tensor in tensors.items():
+        own[name].copy_(tensor)
+
+
+@torch.no_grad()
+def effective_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """`state_tensors` of the base in `dtype` (None: its own) with the adapters merged: what engines compute with."""
+    pairs = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, LoraLinear)}
+    small = set(lora_tensors(model))
+    found = {}
+    for name, tensor in state_tensors(model).items():
+        if name in small:
+            continue
+        base = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        layer = pairs.get(name)
+        if layer is not None:
+            base = merge_pair(base, layer.lora_A.weight, layer.lora_B.weight, layer.scaling)
+        found[name] = base
+    return found
+
+
+def _matching(target: str, linears: Mapping[str, nn.Linear]) -> Sequence[str]:
+    if target == ALL_LINEAR:
+        return list(linears)
+    found = [name for name in linears if name == target or name.endswith(f".{target}")]
+    if not found:
+        known = sorted({name.rpartition(".")[2] for name in linears})
+        near = difflib.get_close_matches(target, known, n=1)
+        hint = f"did you mean '{near[0]}'? known: " if near else "known: "
+        raise ModelError(
+            "lora.targets", target, "is no linear layer of this model (its output layer is left out)",
+            f"{hint}{', '.join(known) or 'none'}, or {ALL_LINEAR}",
+        )  # fmt: skip
+    return found
+
+
+def _add(layer: nn.Linear, section: LoraSection) -> None:
+    layer.__class__ = LoraLinear
+    assert isinstance(layer, LoraLinear)
+    device = layer.weight.device
+    # float32 whatever the base is: steps of the optimizer are too small for fewer bits. A as nn.Linear starts, B zero.
+    layer.lora_A = nn.Linear(layer.in_features, section.rank, bias=False, device=device, dtype=torch.float32)
+    layer.lora_B = nn.Linear(section.rank, layer.out_features, bias=False, device=device, dtype=torch.float32)
+    nn.init.zeros_(layer.lora_B.weight)
+    layer.scaling = section.alpha / section.rank

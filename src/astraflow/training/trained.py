@@ -1,0 +1,130 @@
+"""What of a model is trained and makes up its versions: all its weights, or a LoRA adapter on a fixed base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from astraflow.config.schema import PolicySection
+from astraflow.errors import TrainingError
+from astraflow.models.load import DTYPES, content_checksum, effective_checksum, load_model, load_tensors, state_tensors
+from astraflow.models.lora.adapter import TENSORS, write_adapter_files
+from astraflow.models.lora.layers import add_lora, effective_tensors, load_lora, lora_tensors, peft_names
+from astraflow.training.checkpoint import ADAPTER, SavedAdapter, TrainingState, model_files
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Trained(Protocol):
+    """A model and the part of it that versions hold."""
+
+    model: PreTrainedModel
+    files: list[Path]
+    """What is published beside the tensors."""
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """What is trained, by its names in `model`, as published; later steps do not change it."""
+
+    def published(self, copied: Tensors) -> Tensors:
+        """`copied` under the names that a version has."""
+
+    def effective(self, dtype: str) -> str:
+        """Checksum of what an engine of `dtype` computes with under a version that is published now."""
+
+    def saved(self) -> tuple[Tensors | None, SavedAdapter | None]:
+        """`master` and `adapter` of a TrainingState."""
+
+    def restore(self, state: TrainingState) -> None:
+        """Take over what `saved` gave; the model itself was loaded from the checkpoint where that is needed."""
+
+
+def load_trained(section: PolicySection, directory: Path, resumed: Path | None, place: Path) -> Trained:
+    """The model of a policy, as the checkpoint `resumed` left it if there is one.
+
+    Args: directory: the policy's model. place: where the published files of an adapter are written.
+    Raises: ModelError, TrainingError: what cannot be loaded.
+    """
+    if section.lora is None:
+        return WholeModel(load_model(resumed or directory), directory, section.trainer.dtype == "bfloat16")
+    return AdapterOnly(section, directory, resumed, place)
+
+
+class WholeModel:
+    """All weights are trained and published."""
+
+    def __init__(self, model: PreTrainedModel, directory: Path, bfloat16: bool) -> None:
+        """`bfloat16`: the dtype of what is published; training goes on in float32."""
+        self.model, self.files, self._bfloat16 = model, model_files(directory), bfloat16
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """See `Trained`."""
+        dtype = torch.bfloat16 if self._bfloat16 else torch.float32
+        return {
+            name: tensor.detach().to("cpu", dtype, copy=True) if tensor.is_floating_point() else tensor.cpu().clone()
+            for name, tensor in state_tensors(self.model).items()
+        }
+
+    def published(self, copied: Tensors) -> Tensors:
+        """See `Trained`."""
+        return copied
+
+    def effective(self, dtype: str) -> str:
+        """See `Trained`."""
+        return effective_checksum(self.copy(), dtype)
+
+    def saved(self) -> tuple[Tensors | None, SavedAdapter | None]:
+        """See `Trained`."""
+        return (state_tensors(self.model) if self._bfloat16 else None), None
+
+    def restore(self, state: TrainingState) -> None:
+        """See `Trained`."""
+        if state.master is not None:
+            load_tensors(self.model, state.master)
+
+
+class AdapterOnly:
+    """A LoRA adapter in float32 on the weights of the run file's model, which stay as they are."""
+
+    def __init__(self, section: PolicySection, directory: Path, resumed: Path | None, place: Path) -> None:
+        assert section.lora is not None
+        self.model = load_model(directory)
+        targets = add_lora(self.model, section.lora)
+        adapter = write_adapter_files(place, section.lora, targets, section.model, content_checksum(directory))
+        self._adapter_files, self.files = adapter, [*model_files(directory), *adapter]
+        if resumed is not None:
+            self._load(resumed)
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """See `Trained`."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in lora_tensors(self.model).items()}
+
+    def published(self, copied: Tensors) -> Tensors:
+        """See `Trained`."""
+        return peft_names(copied)
+
+    def effective(self, dtype: str) -> str:
+        """See `Trained`."""
+        return effective_checksum(effective_tensors(self.model, DTYPES[dtype]))
+
+    def saved(self) -> tuple[Tensors | None, SavedAdapter | None]:
+        """See `Trained`."""
+        return None, SavedAdapter(peft_names(lora_tensors(self.model)), self._adapter_files)
+
+    def restore(self, state: TrainingState) -> None:
+        """Nothing: the adapter came with the model."""
+
+    def _load(self, checkpoint: Path) -> None:
+        try:
+            tensors = load_file(checkpoint / ADAPTER / TENSORS)
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(
+                "checkpoint", str(checkpoint), f"holds no adapter that can be read ({error})",
+                "resume with the policies.*.lora of the run, or start a new run from it as the model",
+            ) from error  # fmt: skip
+        load_lora(self.model, tensors)

@@ -1,0 +1,101 @@
+"""A policy that trains an adapter: what learns, what is published, what a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from astraflow.errors import ModelError, TrainingError
+from astraflow.models.checkpoints import latest_checkpoint
+from astraflow.models.load import content_checksum
+from astraflow.models.lora.adapter import read_adapter
+from astraflow.models.lora.layers import effective_tensors, lora_tensors
+from astraflow.testing.engines.effective import random_batch, run_config, write_model
+from astraflow.training.learner import Learner
+
+LORA = {"lora": {"rank": 4, "alpha": 6, "targets": ["q_proj", "up_proj"]}, "optimizer": {"lr": 1e-2}}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "model", tied=True)
+
+
+@pytest.fixture
+def start(model, tmp_path):
+    """Learners of one run directory, closed at the end."""
+    made = []
+
+    def make(**policy):
+        made.append(Learner(run_config(model, {**LORA, **policy}), "actor", tmp_path / "run"))
+        return made[-1]
+
+    yield make
+    for learner in made:
+        learner.close()
+
+
+def test_only_the_adapter_learns_and_has_optimizer_state(start):
+    learner = start()
+    before = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+    for step in range(2):
+        learner.train(random_batch(step))
+    small = set(lora_tensors(learner.model))
+    changed = {name for name, tensor in learner.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == small and len(small) == 2 * 2 * 2
+    state = learner.stepper.optimizer.state
+    assert sum(p.numel() for p in state) == sum(before[name].numel() for name in small)
+    assert all(p.grad is None for p in learner.model.parameters())
+
+
+def test_a_version_is_the_adapter_and_names_its_base(start, model):
+    learner = start()
+    learner.train(random_batch(0))
+    learner.flush()
+    manifest = learner.store.manifest(1)
+    assert all(entry.name.endswith((".lora_A.weight", ".lora_B.weight")) for entry in manifest.tensors)
+    files = {name: path.read_bytes() for name, path in learner.store.files(1).items()}
+    adapter = read_adapter(files)
+    assert adapter is not None and (adapter.scaling, adapter.base) == (1.5, content_checksum(model))
+    assert json.loads(files["adapter_config.json"])["target_modules"] == ["q_proj", "up_proj"]
+    assert "tokenizer.json" in files
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_a_checkpoint_is_a_merged_model_and_an_adapter_for_peft(start, model):
+    learner = start()
+    learner.train(random_batch(0))
+    path = learner.save()
+    merged = AutoModelForCausalLM.from_pretrained(path)
+    expected = effective_tensors(learner.model)
+    own = dict(merged.named_parameters())
+    assert own.keys() == expected.keys() and all(torch.equal(own[n], expected[n]) for n in own)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), path / "adapter")
+        torch.testing.assert_close(theirs(input_ids=ids).logits, merged(input_ids=ids).logits, atol=1e-5, rtol=0)
+    assert latest_checkpoint(path.parent) == path
+    (path / "adapter" / "adapter_model.safetensors").unlink()
+    assert latest_checkpoint(path.parent) is None
+
+
+def test_another_rank_or_no_adapter_is_refused_at_a_resume(start):
+    learner = start()
+    learner.train(random_batch(0))
+    learner.save()
+    with pytest.raises(ModelError, match=r"does not fit policies\.\*\.lora"):
+        start(lora={"rank": 8})
+    with pytest.raises(TrainingError, match=r"checkpoint\.optimizer"):
+        start(lora=None)
+
+
+def test_a_checkpoint_without_adapter_is_refused(start):
+    learner = start(lora=None)
+    learner.train(random_batch(0))
+    learner.save()
+    with pytest.raises(TrainingError, match="holds no adapter"):
+        start()
