@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -57,8 +58,11 @@ from astraflow.wire.app import (
     serve,
     shares_files,
 )
-from astraflow.wire.codec import read_stream, stream_pieces
+from astraflow.wire.codec import TRAJECTORY_SCHEMA, fitted, read_stream, stream_pieces, write_stream
+from astraflow.wire.local import Body
 
+log = logging.getLogger("astraflow.dataflow")
+_WRONG = "weights_wrong"  # counted by a node
 _MOST_RANKS = 1024  # data-parallel ones: their shares are made in the event loop
 
 
@@ -109,6 +113,8 @@ class _Endpoints:
         with refusals():
             cancelled = leases.unwanted(node_id, body.playing)
         seen = self._machine.live.hear_node(node_id, self._shell.now())
+        if body.stats.get(_WRONG, 0.0) > seen.stats.get(_WRONG, 0.0):
+            log.warning("node %s computes with other weights than it says (%s); see its log", node_id, body.versions)
         seen.stats, seen.versions = body.stats, body.versions
         return json_reply(m.HeartbeatReply(self._relays.versions(), cancelled, self._machine.finished))
 
@@ -138,11 +144,13 @@ class _Endpoints:
 
     async def commit(self, request: Request) -> Response:
         with await read_stream_body(request) as body:
-            header, table = read_stream(body.view, m.EpisodesHeader)
+            header, sent = read_stream(body.view, m.EpisodesHeader)
+            table = fitted(sent, TRAJECTORY_SCHEMA)
             leases, most = self._machine.leases, self._shell.config.dataflow.max_episode_tokens
             known = Known(leases.newest(), self._machine.state.groups, most)
             facts = row_facts(header, table, known)
-            put = self._shell.segments.store(body) if table.num_rows else None  # no await until it is submitted
+            kept = body if table is sent else Body(memoryview(write_stream(header, table)))
+            put = self._shell.segments.store(kept) if table.num_rows else None  # no await until it is submitted
         command = c.CommitEpisodes(header.node_id, put, episode_commits(header, facts, put))
         return json_reply(m.EpisodesReply(await self._shell.submit(command)))
 

@@ -33,7 +33,7 @@ from astraflow.errors import Problem, SchemaError, WireError
 from astraflow.observe.process import settle_memory, stop_signals
 from astraflow.stages.context import StageRun, build_stage
 from astraflow.wire import messages as m
-from astraflow.wire.codec import ADDED_TYPES
+from astraflow.wire.codec import ADDED_TYPES, added_schema, fitted
 from astraflow.wire.patience import FIRST_ANSWER_S, RETRY_S, Stopped, ask_patiently
 
 POLL_S = 2.0
@@ -145,6 +145,8 @@ class Worker:
         """Entries that worked with their columns, and those that did not with the reason."""
         try:
             columns = self._stage.run(rows)
+            if isinstance(columns, pa.Table):
+                columns = fitted(columns, added_schema(self._stage.adds))
             check_added(f"stages.{self._name}.run", columns, self._stage.adds, rows.num_rows)
             return list(leases), columns, []
         except Exception as error:
@@ -176,7 +178,7 @@ class Worker:
             log.warning("stage %s: %s", self._name, text)
 
     def _no_columns(self) -> pa.Table:
-        return pa.schema([(name, ADDED_TYPES[kind]) for name, kind in self._stage.adds.items()]).empty_table()
+        return added_schema(self._stage.adds).empty_table()
 
     @contextlib.contextmanager
     def _signs_of_life(self, client: DataflowClient) -> Iterator[None]:

@@ -6,7 +6,8 @@ or a get is one request. Neither way copies: writing gathers views of the column
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -55,7 +56,14 @@ TRAINING_SCHEMA = pa.schema(
 
 ADDED_TYPES = {"token": pa.list_(pa.float32()), "row": pa.float32(), "reward": pa.float32()}
 """Of what a stage adds (`Stage.adds`)."""
+
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "call_index")
+
+
+def added_schema(adds: Mapping[str, Literal["token", "row", "reward"]]) -> pa.Schema:
+    """Of the columns that a stage with these `adds` hands in."""
+    return pa.schema([(name, ADDED_TYPES[kind]) for name, kind in adds.items()])
+
 
 
 def stream_pieces(
@@ -150,10 +158,35 @@ def read_stream(buffer: bytes | memoryview | pa.Buffer, header_type: type[H]) ->
     return header, table.replace_schema_metadata(None)
 
 
-def check_schema(table: pa.Table | pa.RecordBatch, schema: pa.Schema) -> None:
-    """Refuse a table that lacks a column, has one of another dtype, or whose token columns differ in length."""
+def fitted(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with exactly this schema, where that changes no value: other order of columns, other flags of what may
+    be null, text or lists with 64-bit offsets. The very same table when it has the schema, or cannot be made to."""
+    got = table.schema
+    if got.equals(schema) or sorted(got.names) != sorted(schema.names):
+        return table
+    if not all(_alike(got.field(field.name).type, field.type) for field in schema):
+        return table
+    try:
+        return pa.Table.from_arrays([table.column(f.name).cast(f.type) for f in schema], schema=schema)
+    except pa.ArrowException:  # more than 32-bit offsets can say
+        return table
+
+
+def _alike(one: pa.DataType, other: pa.DataType) -> bool:
+    """They hold the same values."""
+    lists, texts = (pa.types.is_list, pa.types.is_large_list), (pa.types.is_string, pa.types.is_large_string)
+    if any(known(one) for known in lists) and any(known(other) for known in lists):
+        return _alike(one.value_type, other.value_type)
+    return one == other or (any(known(one) for known in texts) and any(known(other) for known in texts))
+
+
+def check_schema(table: pa.Table | pa.RecordBatch, schema: pa.Schema, *, only: bool = False) -> None:
+    """Refuse a table that lacks a column, has one of another dtype, or whose token columns differ in length.
+
+    `only`: a column that is not in `schema`, too.
+    """
     if not table.schema.equals(schema):
-        _check_fields(table, schema)
+        _check_fields(table, schema, only=only)
     for name in _with_nulls(table):
         field = schema.field(name) if name in schema.names else None
         if field is not None and not field.nullable and (row := _first_null(table.column(name))) is not None:
@@ -169,16 +202,19 @@ def check_schema(table: pa.Table | pa.RecordBatch, schema: pa.Schema) -> None:
             )  # fmt: skip
 
 
-def _check_fields(table: pa.Table | pa.RecordBatch, schema: pa.Schema) -> None:
+def _check_fields(table: pa.Table | pa.RecordBatch, schema: pa.Schema, *, only: bool) -> None:
+    names = table.schema.names
     for field in schema:
-        index = table.schema.get_field_index(field.name)
-        if index < 0:
-            raise SchemaError("column", field.name, "is missing", f"send it as {field.type}")
-        got = table.schema.field(index)
+        if names.count(field.name) != 1:
+            rule = "must come once" if field.name in names else "is missing"
+            raise SchemaError("column", field.name, rule, f"send it as {field.type}")
+        got = table.schema.field(field.name)
         if got.type != field.type:
             raise SchemaError(
                 f"column {field.name}", str(got.type), f"must be {field.type}", "it is never cast; convert it"
             )
+    if only and (more := [name for name in names if name not in schema.names]):
+        raise SchemaError("column", more[0], "is not one of a trajectory", "leave it out; a stage can add columns")
 
 
 def _list_ends(column: pa.ChunkedArray | pa.Array) -> np.ndarray:

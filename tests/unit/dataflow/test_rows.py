@@ -351,3 +351,10 @@ def test_an_evaluation_is_of_its_version_or_a_newer_one() -> None:
         row_facts(header, table, known)
     header, table = sent(with_trajectories(trajectory(1.0, 0)), replace(made, trajectories=list(rows[:1])))
     assert len(row_facts(header, table, known).rows) == 2
+
+
+def test_a_column_that_nobody_knows_is_refused_by_name() -> None:
+    header, table = sent(with_trajectories(trajectory(1.0)))
+    more = table.append_column("advantages", pa.array([1.0]))
+    with pytest.raises(SchemaError, match="column=advantages is not one of a trajectory"):
+        row_facts(header, more, KNOWN)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import urllib3
 
@@ -16,9 +17,9 @@ from astraflow.dataflow.machine import commands as c
 from astraflow.errors import DataflowError, Unauthorized, WireError
 from astraflow.testing.dataflow import Rows, episode, policy_section, small_config, trajectory
 from astraflow.wire import messages as m
-from astraflow.wire.codec import CONTENT_TYPE, TRAINING_SCHEMA, check_schema, write_stream
+from astraflow.wire.codec import CONTENT_TYPE, TRAINING_SCHEMA, check_schema, stream_pieces, write_stream
 from astraflow.wire.episodes import encode_episodes
-from service_steps import play, status_of, step
+from service_steps import play, reward_of, status_of, step
 
 Serve = Callable[..., Any]
 ARROW = {"content-type": CONTENT_TYPE, m.PROTOCOL_HEADER: str(m.PROTOCOL)}
@@ -36,6 +37,14 @@ def test_a_heartbeat_is_told_what_the_node_plays_in_vain_also_after_a_restart(se
     assert client.heartbeat("n", {}, {}, playing).cancelled == playing[:1]  # suppose that this reply is lost
     assert client.heartbeat("n", {}, {}, playing).cancelled == playing[:1]
     assert client.heartbeat("n", {}, {}, playing[1:]).cancelled == []
+
+
+def test_a_node_that_computes_with_other_weights_is_named_once(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    client = serve(small_config()).start()
+    for wrong in (0.0, 1.0, 1.0):
+        client.heartbeat("n", {"weights_wrong": wrong}, {"actor": 3})
+    named = [record.getMessage() for record in caplog.records if "other weights" in record.getMessage()]
+    assert named == ["node n computes with other weights than it says ({'actor': 3}); see its log"]
 
 
 def test_a_run_from_the_first_lease_to_the_end(serve: Serve, tmp_path: Path) -> None:
@@ -299,3 +308,23 @@ def test_a_lease_request_repeated_after_its_episodes_were_committed_is_answered_
         finally:
             service.call(service.shell.stop)
     assert service.client().status()["journal"]["command"] == before + 1
+
+
+def otherwise(table: pa.Table, *, again: bool) -> pa.Table:
+    """The same values: columns in another order, and what may be null is said otherwise."""
+    names = table.column_names[:: -1 if again else 1]
+    return pa.table({name: table.column(name) for name in names})
+
+
+def test_rows_of_a_node_with_another_arrow_schema_are_batched_with_those_of_others(serve: Serve) -> None:
+    client = serve(small_config(consumers={"x": {}})).start()
+    for i, lease in enumerate(client.lease("n", 4).leases):
+        header, rows = encode_episodes([episode(lease, "n", reward_of(lease))], "n")
+        table = pa.Table.from_batches([rows])
+        sent = stream_pieces(header, otherwise(table, again=i > 2) if i else table)
+        assert set(client._http.post_stream("/episodes", sent, m.EpisodesReply).results.values()) == {"accepted"}
+    got, consumed = client.batch("actor", "t", 0), client.consume("x", "actor", 4)
+    assert got is not None and consumed is not None
+    for _, table in (got, consumed):
+        assert table.num_rows == 4
+        check_schema(table, TRAINING_SCHEMA, only=True)

@@ -213,3 +213,18 @@ def test_rows_survive_a_restart_with_the_leases(serve: Serve, tmp_path: Any) -> 
     sums = pa.table({"echo_sum": pa.array(np.zeros(4), pa.float32())})
     assert set(client.stage_columns("sum", header_of(again), sums).values()) == {"accepted"}
     service.call(lambda: check_law(service.shell.machine))
+
+
+def test_columns_of_workers_with_other_arrow_schemas_are_put_together(serve: Serve) -> None:
+    stages = {"echo": ECHO, "sum": SUM}
+    client = serve(small_config(policies__actor=policy_section(1, 0), stages=stages)).start()
+    play(client)
+    kinds = [pa.list_(pa.float32()), pa.large_list(pa.float32())]
+    for i, kind in enumerate(kinds):
+        rows, table = client.stage_lease("echo", "w", 1)
+        column = EchoStage().run(table).column("echo").cast(kind)
+        columns = pa.Table.from_arrays([column], schema=pa.schema([pa.field("echo", kind, nullable=i > 0)]))
+        answer = client.stage_columns("echo", header_of(rows, request_id=f"p{i}"), columns)
+        assert set(answer.values()) == {"accepted"}
+    rows, table = client.stage_lease("sum", "w", 10)
+    assert table.num_rows == 4 and table.column("echo").type == kinds[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -15,6 +17,7 @@ from astraflow.wire import episodes as episodes_module
 from astraflow.wire.codec import (
     TRAJECTORY_SCHEMA,
     check_schema,
+    fitted,
     flat_values,
     list_lengths,
     read_stream,
@@ -141,3 +144,70 @@ def test_a_writer_that_copies_its_buffers_gets_whole_columns(monkeypatch: pytest
     )
     made = [episode([70_000])]
     assert b"".join(episode_pieces(made, "n")) == write_stream(*encode_episodes(made, "n")).to_pybytes()
+
+
+Change = Callable[[pa.Table], pa.Table]
+
+
+def nullable(table: pa.Table) -> pa.Table:
+    return pa.Table.from_arrays(table.columns, schema=pa.schema([f.with_nullable(True) for f in table.schema]))
+
+
+def retyped(change: Callable[[pa.DataType], pa.DataType]) -> Change:
+    def apply(table: pa.Table) -> pa.Table:
+        schema = pa.schema([pa.field(f.name, change(f.type), f.nullable) for f in table.schema])
+        return pa.Table.from_arrays([c.cast(f.type) for c, f in zip(table.columns, schema, strict=True)], schema=schema)
+
+    return apply
+
+
+def without_nulls_inside(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", kind.value_type, False)) if pa.types.is_list(kind) else kind
+
+
+def large(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_list(kind):
+        return pa.large_list(kind.value_type)
+    return pa.large_string() if pa.types.is_string(kind) else kind
+
+
+SAME_VALUES: list[Change] = [
+    nullable,
+    lambda table: table.select(table.column_names[::-1]),
+    retyped(without_nulls_inside),
+    retyped(large),
+]
+
+
+@pytest.mark.parametrize("change", SAME_VALUES)
+def test_a_table_that_says_the_same_otherwise_is_fitted_to_the_schema(change: Change) -> None:
+    _, table = read_stream(write_stream(*encode_episodes([episode([2, 0, 3])], "n")), EpisodesHeader)
+    changed = change(table)
+    assert not changed.schema.equals(TRAJECTORY_SCHEMA)
+    got = fitted(changed, TRAJECTORY_SCHEMA)
+    check_schema(got, TRAJECTORY_SCHEMA, only=True)
+    assert got.equals(table) and pa.concat_tables([got, table]).num_rows == 6
+
+
+def test_a_table_that_fits_already_is_not_touched() -> None:
+    _, table = read_stream(write_stream(*encode_episodes([episode([2])], "n")), EpisodesHeader)
+    assert fitted(table, TRAJECTORY_SCHEMA) is table
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda t: t.append_column("more", pa.array([1])), "column=more is not one of a trajectory"),
+        (lambda t: t.append_column("row", pa.array([1])), "column=row must come once"),
+        (lambda t: t.drop_columns(["row"]), "column=row is missing"),
+        (retyped(lambda k: pa.float64() if k == pa.float32() else k), "column reward=double must be float"),
+        (
+            lambda t: nullable(t).set_column(0, pa.field("episode_id", pa.string()), pa.nulls(1, pa.string())),
+            "column episode_id=null must not be null",
+        ),
+    ],
+)
+def test_what_another_schema_says_else_is_refused(change: Change, problem: str) -> None:
+    _, table = read_stream(write_stream(*encode_episodes([episode([2])], "n")), EpisodesHeader)
+    with pytest.raises(SchemaError, match=problem):
+        check_schema(fitted(change(table), TRAJECTORY_SCHEMA), TRAJECTORY_SCHEMA, only=True)

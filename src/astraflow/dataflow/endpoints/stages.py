@@ -23,7 +23,7 @@ from astraflow.dataflow.storage.door import Refused, check_columns
 from astraflow.dataflow.storage.segments import DamagedRows
 from astraflow.wire import messages as m
 from astraflow.wire.app import StreamReply, json_reply, path_id, read_json, read_stream_body
-from astraflow.wire.codec import read_stream, stream_pieces
+from astraflow.wire.codec import added_schema, fitted, read_stream, stream_pieces, write_stream
 from astraflow.wire.local import Body
 
 
@@ -98,7 +98,8 @@ class StageEndpoints:
                     await drop_damaged(self._shell, error)
 
     async def _keep(self, plan: StagePlan, body: Body) -> dict[str, str]:
-        header, table = read_stream(body.view, m.ColumnsHeader)
+        header, sent = read_stream(body.view, m.ColumnsHeader)
+        table = fitted(sent, added_schema(plan.adds))
         shell, machine = self._shell, self._machine
         machine.live.hear_worker(plan.name, header.worker_id, shell.now())
         checked = check_columns(
@@ -114,7 +115,8 @@ class StageEndpoints:
             await shell.submit(c.AddColumns(plan.name, header.worker_id, header.request_id, None, bad))
             raise checked.error
         good = any(not x.problem for x in checked)
-        put = shell.segments.store(body) if good else None  # no await until it is submitted
+        kept = body if table is sent else Body(memoryview(write_stream(header, table)))
+        put = shell.segments.store(kept) if good else None  # no await until it is submitted
         command = c.AddColumns(plan.name, header.worker_id, header.request_id, put, checked)
         results: dict[str, str] = await shell.submit(command)
         return results

@@ -42,13 +42,13 @@ class Known(NamedTuple):
 
 
 def row_facts(header: EpisodesHeader, table: pa.Table, known: Known) -> RowFacts:
-    """Check the rows of one request and read off what matters.
+    """Check the rows of one request (after `wire.codec.fitted`) and read off what matters.
 
     Raises: SchemaError: columns of another type or length, rows that do not fit the header, an unknown policy, what no
     node that keeps the rules of docs/protocol.md sends.
     """
     rows = _one_batch(table)
-    check_schema(rows, TRAJECTORY_SCHEMA)
+    check_schema(rows, TRAJECTORY_SCHEMA, only=True)
     names, floors = check_owners(header, rows, known.newest, known.groups)
     lengths = list_lengths(rows.column("token_ids"))
     check_sizes(header, lengths, known.max_tokens)

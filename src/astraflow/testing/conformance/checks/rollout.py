@@ -12,7 +12,7 @@ import pyarrow as pa
 from astraflow.errors import SchemaError
 from astraflow.testing.conformance.findings import Findings
 from astraflow.testing.conformance.tap import Exchange, in_order
-from astraflow.wire.codec import TRAJECTORY_SCHEMA, check_schema, flat_values, list_lengths
+from astraflow.wire.codec import TRAJECTORY_SCHEMA, check_schema, fitted, flat_values, list_lengths
 
 Key = tuple[str, int]  # episode id, attempt
 Span = tuple[float, float]  # start and end, monotonic
@@ -142,8 +142,9 @@ class RolloutCheck:
 
     def _contents(self, node: _Node, rows: pa.Table) -> bool:
         """What the columns say; True: they break another rule than that of their shapes."""
+        rows = fitted(rows, TRAJECTORY_SCHEMA)
         try:
-            check_schema(rows, TRAJECTORY_SCHEMA)
+            check_schema(rows, TRAJECTORY_SCHEMA, only=True)
         except SchemaError:
             return False
         tasks, versions = self._tasks(rows), self._versions(node, rows)
