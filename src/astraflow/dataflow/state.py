@@ -51,6 +51,7 @@ from astraflow.dataflow.machine.records import PolicyState, State
 from astraflow.dataflow.machine.routing import Routing
 from astraflow.dataflow.operators.chain import chain_of
 from astraflow.dataflow.operators.source.chain import source_chain_of
+from astraflow.errors import DataflowError
 
 
 class Applied(NamedTuple):
@@ -95,12 +96,12 @@ class Machine:
         self._told = False  # whoever waits for rows knows that there will be no more
 
     def snapshot(self) -> bytes:
-        """The whole state as JSON. Raises: DataflowError: the state of an operator cannot be written."""
+        """The whole state as JSON. Raises: DataflowError: a part of it cannot be written, and read again."""
         try:
             self.admission.keep_states()
             for name, chain in self._chains.items():
                 self.state.policies[name].operators = chain.state_dicts()
-            return msgspec.json.encode(self.state)
+            return _readable(msgspec.json.encode(self.state))
         finally:
             self.admission.forget_states()
 
@@ -232,3 +233,14 @@ class Machine:
                 policy.dropped_in_row = policy.failed_in_row = 0
         self.evaluation.reopen()
         self.live.restart(now)
+
+
+def _readable(snapshot: bytes) -> bytes:
+    """A number that is not finite would become null, and be found by the next start when it is too late."""
+    try:
+        msgspec.json.decode(snapshot, type=State)
+    except msgspec.ValidationError as error:
+        raise DataflowError(
+            "dataflow.state", str(error), "cannot be read again from a snapshot", "report this with the run directory"
+        ) from error
+    return snapshot

@@ -39,6 +39,8 @@ from astraflow.types import EpisodeLease, WeightVersion
 
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]  # kept, journaled and shown
 Label = Annotated[str, msgspec.Meta(max_length=256)]  # for people
+_LARGEST = 3.4028234663852886e38  # of float32
+Number = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]  # of what is summed up
 PROTOCOL = 1
 PROTOCOL_HEADER = "x-astraflow-protocol"
 
@@ -141,7 +143,7 @@ class EpisodeHeader(msgspec.Struct, kw_only=True):
     attempt: int
     num_rows: int  # rows of this episode, contiguous, in the order of the headers
     error: str | None = None  # None: ran to its end
-    metrics: dict[str, float] = {}
+    metrics: dict[str, Number] = {}
     wall_s: float = 0.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from astraflow.dataflow.machine import commands as c
+from astraflow.errors import DataflowError
 from astraflow.testing.dataflow import Desk, check_law, small_config
 from astraflow.types import EpisodeLease
 from astraflow.wire import messages as m
@@ -177,3 +178,9 @@ def test_a_run_cut_at_its_newest_version_has_one_round_of_it(finished: bool) -> 
     finish_rounds(desk, version=2)
     assert desk.machine.finished
     assert [r["eval/version"] for r in desk.machine.state.results] == [0, 2]
+
+
+def test_a_number_that_is_not_finite_makes_no_snapshot_that_no_start_could_read(desk: Desk) -> None:
+    desk.machine.state.rounds[0].success_sum = float("inf")
+    with pytest.raises(DataflowError, match=r"dataflow.state=.*null.*success_sum.* cannot be read again"):
+        desk.machine.snapshot()

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from astraflow.dataflow.machine.records import Batch, Entry, OpenGroup, Put, QueuedGroup
 from astraflow.dataflow.storage.batches import batch_table
-from astraflow.dataflow.storage.commits.rows import Known, episode_commits, row_facts
+from astraflow.dataflow.storage.commits.rows import Known, RowFacts, episode_commits, row_facts
 from astraflow.errors import SchemaError
 from astraflow.models.scoring.packing import pack_rows, rows_from_table
 from astraflow.testing.dataflow import episode, trajectory
@@ -39,6 +39,11 @@ def lease(k: int = 0) -> EpisodeLease:
 
 def sent(*episodes: Episode) -> tuple[EpisodesHeader, pa.Table]:
     return read_stream(write_stream(*encode_episodes(episodes, "n")), EpisodesHeader)
+
+
+def parsed(*episodes: Episode) -> tuple[EpisodesHeader, RowFacts]:
+    header, table = sent(*episodes)
+    return header, row_facts(header, table, KNOWN)
 
 
 def with_trajectories(*rows: Trajectory, k: int = 0) -> Episode:
@@ -85,7 +90,7 @@ def test_mixed_versions_within_a_trajectory_give_oldest_and_newest() -> None:
 def many_rows() -> tuple[EpisodesHeader, pa.Table]:
     """Rows of several lengths, with and without tokens or calls."""
     lengths = [0, 1, 5, 9, 2, 0, 3, 17, 8, 1, 0, 4]
-    rows = [trajectory(float(i), i, branch=i, tokens=n) for i, n in enumerate(lengths)]
+    rows = [trajectory(1.0, i, branch=i, tokens=n) for i, n in enumerate(lengths)]
     rows[3].call_index[5:] = 2
     return sent(with_trajectories(*rows))
 
@@ -101,7 +106,7 @@ def test_the_size_of_a_block_does_not_matter(size: int, monkeypatch: pytest.Monk
     header, table = sent(
         *(with_trajectories(trajectory(1.0, tokens=4), k=k) for k in range(3)), with_trajectories(broken, k=3)
     )
-    with pytest.raises(SchemaError, match=r"behavior_logprobs=inf must be finite \(row 3\)"):
+    with pytest.raises(SchemaError, match=r"behavior_logprobs=inf must be a log probability, .* \(row 3\)"):
         row_facts(header, table, KNOWN)
 
 
@@ -358,3 +363,54 @@ def test_a_column_that_nobody_knows_is_refused_by_name() -> None:
     more = table.append_column("advantages", pa.array([1.0]))
     with pytest.raises(SchemaError, match="column=advantages is not one of a trajectory"):
         row_facts(header, more, KNOWN)
+
+
+@pytest.mark.parametrize("value", [0.02, 5.0, 3e38, -3e38, -10_001.0, float("nan"), float("-inf")])
+def test_what_cannot_be_a_log_probability_is_refused(value: float) -> None:
+    broken = trajectory(1.0, branch=1)
+    broken.behavior_logprobs[2] = value
+    header, table = sent(with_trajectories(trajectory(1.0), broken))
+    with pytest.raises(SchemaError, match=r"behavior_logprobs=.* must be a log probability, -10000 to 0 \(row 1\)"):
+        row_facts(header, table, KNOWN)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-3, -9999.0])
+def test_log_probabilities_may_be_rounded_and_very_small(value: float) -> None:
+    row = trajectory(1.0)
+    row.behavior_logprobs[2] = value
+    row_facts(*sent(with_trajectories(row)), KNOWN)
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 0.5), (None, 0.5), (1.0, None), (float("nan"), 0.0)])
+def test_rows_of_one_episode_and_policy_have_one_reward(rewards: tuple[float | None, float | None]) -> None:
+    rows = [trajectory(rewards[0]), trajectory(0.25, policy="verifier"), trajectory(rewards[1], branch=1)]
+    header, table = sent(with_trajectories(trajectory(3.0)), with_trajectories(*rows, k=1))
+    with pytest.raises(SchemaError, match=r"reward=.* must be the same in rows 1 and 3, of one episode and policy"):
+        row_facts(header, table, KNOWN)
+
+
+def test_unscored_rows_of_one_episode_agree_however_they_say_it() -> None:
+    rows = [trajectory(None), trajectory(float("nan"), branch=1)]
+    (commit,) = episode_commits(*parsed(with_trajectories(*rows)), PUT)
+    assert commit.parts[0].reward is None
+
+
+def test_an_infinite_reward_is_refused() -> None:
+    header, table = sent(with_trajectories(trajectory(1.0)), with_trajectories(trajectory(float("-inf")), k=1))
+    with pytest.raises(SchemaError, match=r"column reward=-inf must be finite \(row 1\)"):
+        row_facts(header, table, KNOWN)
+
+
+@pytest.mark.parametrize("value", [1.7e308, -3.5e38])
+def test_metrics_that_32_bits_cannot_hold_are_refused(value: float) -> None:
+    with pytest.raises(SchemaError, match=r"Expected `float` [<>]= -?3.4.*metrics"):
+        sent(replace(with_trajectories(trajectory(1.0)), metrics={"success": value}))
+
+
+def test_two_rows_of_one_episode_and_none_of_another_go_to_the_right_ones() -> None:
+    rows = [trajectory(1.0), trajectory(1.0, branch=1)]
+    failed = episode(lease(1), "n", error="x: y")
+    first, second = episode_commits(*parsed(with_trajectories(*rows), failed), PUT)
+    assert (first.parts[0].rows, second.parts) == ([0, 1], [])
+    second, first = episode_commits(*parsed(failed, with_trajectories(*rows)), PUT)
+    assert (first.parts[0].rows, second.parts) == ([0, 1], [])

@@ -57,10 +57,12 @@ def row_facts(header: EpisodesHeader, table: pa.Table, known: Known) -> RowFacts
     _check_floors(oldest, floors)
     check_branches(header, rows, names, lengths)
     _check_context(rows, first_sampled)
+    firsts = _first_rows(header, names)
     rewards_per_call = _rewards_per_call(rows)
     if rewards_per_call:
-        _check_per_call(header, names, calls.tolist(), rewards_per_call)
+        _check_per_call(firsts, calls.tolist(), rewards_per_call)
     rewards = rows.column("reward").to_numpy(zero_copy_only=False)  # null becomes NaN
+    _check_rewards(firsts, rewards)
     scored = np.isfinite(rewards)
     truncated = rows.column("truncated").to_pylist()
     columns = [x.tolist() for x in (counts, oldest, newest, calls, rewards, scored)]
@@ -138,7 +140,7 @@ def _parts(facts: RowFacts, start: int, end: int, key: int) -> list[Part]:
 
 def _part(facts: RowFacts, policy: str, numbers: list[int], key: int) -> Part:
     rows, calls = facts
-    given = next((calls[i] for i in numbers if i in calls), ())
+    given = calls.get(numbers[0], ())
     return Part(
         policy=policy,
         put=key,
@@ -147,7 +149,7 @@ def _part(facts: RowFacts, policy: str, numbers: list[int], key: int) -> Part:
         max_version=max(rows[i][3] for i in numbers),
         num_tokens=sum(rows[i][1] for i in numbers),
         num_truncated=sum(rows[i][7] for i in numbers),
-        reward=next((rows[i][5] for i in numbers if rows[i][6]), None),
+        reward=rows[numbers[0]][5] if rows[numbers[0]][6] else None,  # as of all of them
         rewards_per_call=given,
         num_calls=max(len(given), *(rows[i][4] for i in numbers)),
     )
@@ -168,24 +170,43 @@ def _rewards_per_call(rows: pa.RecordBatch) -> dict[int, tuple[float, ...]]:
     return found
 
 
-def _check_per_call(
-    header: EpisodesHeader, names: list[str], calls: list[int], given: dict[int, tuple[float, ...]]
-) -> None:
-    """Rewards per call are those of an episode and policy: the same on all its rows, one for each call or more."""
-    start = 0
+def _first_rows(header: EpisodesHeader, names: list[str]) -> list[int]:
+    """Of each row: the first one of its episode and policy."""
+    if max((e.num_rows for e in header.episodes), default=0) <= 1:  # nearly always
+        return list(range(len(names)))
+    found: list[int] = []
     for episode in header.episodes:
-        first: dict[str, int] = {}  # policy -> its first row
-        for row in range(start, start + episode.num_rows):
-            other = first.setdefault(names[row], row)
-            own = given.get(row, ())
-            if own != given.get(other, ()):
-                raise SchemaError(
-                    "column rewards_per_call", list(own), f"must be the same in rows {other} and {row}, of one episode "
-                    "and policy", "give every branch the rewards of all calls, or none",
-                )  # fmt: skip
-            if own and len(own) < calls[row]:
-                raise SchemaError(
-                    "column rewards_per_call", len(own), f"must be one per call (row {row} has {calls[row]} calls)",
-                    "give a reward for each call, or none",
-                )  # fmt: skip
-        start += episode.num_rows
+        start, first = len(found), dict[str, int]()
+        found += [first.setdefault(names[row], row) for row in range(start, start + episode.num_rows)]
+    return found
+
+
+def _check_rewards(firsts: list[int], rewards: np.ndarray) -> None:
+    """The reward is that of an episode and policy: the same on all its rows. Not a number is unscored."""
+    if np.isinf(rewards).any():
+        row = int(np.argmax(np.isinf(rewards)))
+        raise SchemaError("column reward", float(rewards[row]), f"must be finite (row {row})", "null is unscored")
+    others = rewards[firsts]
+    wrong = (rewards != others) & ~(np.isnan(rewards) & np.isnan(others))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise SchemaError(
+            "column reward", float(rewards[row]), f"must be the same in rows {firsts[row]} and {row}, of one episode "
+            "and policy", "give every branch the reward of its episode",
+        )  # fmt: skip
+
+
+def _check_per_call(firsts: list[int], calls: list[int], given: dict[int, tuple[float, ...]]) -> None:
+    """Rewards per call are those of an episode and policy: the same on all its rows, one for each call or more."""
+    for row, other in enumerate(firsts):
+        own = given.get(row, ())
+        if own != given.get(other, ()):
+            raise SchemaError(
+                "column rewards_per_call", list(own), f"must be the same in rows {other} and {row}, of one episode "
+                "and policy", "give every branch the rewards of all calls, or none",
+            )  # fmt: skip
+        if own and len(own) < calls[row]:
+            raise SchemaError(
+                "column rewards_per_call", len(own), f"must be one per call (row {row} has {calls[row]} calls)",
+                "give a reward for each call, or none",
+            )  # fmt: skip
