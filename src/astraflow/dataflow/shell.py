@@ -39,7 +39,7 @@ from astraflow.dataflow.machine.beside.stages import topic as stage_topic
 from astraflow.dataflow.rebuild import encode, fault_of, rebuild, void
 from astraflow.dataflow.state import Applied, Machine
 from astraflow.dataflow.storage.identity import refuse_other_data, refuse_other_run
-from astraflow.dataflow.storage.segments import Segments, segment_name
+from astraflow.dataflow.storage.segments import ReadRowsDamaged, Segments, segment_name
 from astraflow.dataflow.storage.tokens import TokenReader
 from astraflow.dataflow.views.life import Found, moments_of
 from astraflow.dataflow.views.lines import line_of
@@ -103,6 +103,7 @@ class Shell:
             self.history = opened.enter_context(closing(History(place / "history", self.journal.num_in_snapshot)))
             self.segments = opened.enter_context(closing(Segments(place / "segments", fsync=fsync)))
             self.inbox = Inbox(place / "inbox")
+            self._dropped: set[int] = set()  # puts that a replayed command calls damaged
             self.machine, self._base = self._recover(accept_damage)
             self._cut = self.segments.keep_only(self.machine.state.puts.values(), accept_damage=accept_damage)
             opened.pop_all()
@@ -221,18 +222,19 @@ class Shell:
         known: dict[str, str] = msgspec.json.decode(meta["sources"])
         refuse_other_data(known, fingerprints)
         self.run_id = meta["run_id"]
-        snapshot, read_tokens = self.journal.load()[0], TokenReader(self.segments.read)
+        snapshot, self._tokens = self.journal.load()[0], TokenReader(self.segments.read)
         machine, now = rebuild(
-            self.journal, lambda: Machine(old, self._sources, snapshot, read_tokens), self._hear_again,
+            self.journal, lambda: Machine(old, self._sources, snapshot, self._tokens), self._hear_again,
             accept_damage=accept_damage,
         )  # fmt: skip
+        self._refuse_other_verdicts(accept_damage)
         self.history.flush()
         if self.metrics.num_waiting:  # a snapshot would forget them
             raise JournalError(
                 "metrics", str(self.metrics.path), "cannot be written", "make room on the disk, then start again"
             )
         if old != self.config:
-            machine = Machine(self.config, self._sources, machine.snapshot(), read_tokens)
+            machine = Machine(self.config, self._sources, machine.snapshot(), self._tokens)
         machine.apply(c.Reopen(), now)
         sources = encode({**known, **fingerprints}).decode()
         meta = {**meta, "config": resolved_json(self.config), "sources": sources}
@@ -240,7 +242,18 @@ class Shell:
         self.journal.forget_recovered()
         return machine, now
 
+    def _refuse_other_verdicts(self, accept_damage: bool) -> None:
+        """The replay could not read what was read the first time. `_tell_of_damage` says when it was not either."""
+        damaged = {found.put.key: found for found in self._tokens.damaged if found.put.key not in self._dropped}
+        self._tokens.damaged.clear()
+        if damaged and not accept_damage:
+            raise ReadRowsDamaged(next(iter(damaged.values())), len(damaged))
+        for found in damaged.values():
+            log.error("%s", found)
+
     def _hear_again(self, logged: Logged, command: c.Command, applied: Applied, machine: Machine) -> None:
+        if isinstance(command, c.DropDamaged):
+            self._dropped.update(command.puts)
         self.history.add(logged.seq, logged.now, moments_of(command, applied, machine))
         for instruction in applied.instructions:
             if isinstance(instruction, c.MetricsRow):
@@ -286,6 +299,7 @@ class Shell:
                 future.set_result(applied.reply)
         for topic in topics:
             self._wake(topic)
+        self._tell_of_damage()
         self._snapshot_when_due(now)
         if self._behind and not self._writing:
             self._writing = True
@@ -335,6 +349,13 @@ class Shell:
         for queue in self._listeners:
             if not queue.full():
                 queue.put_nowait(event)
+
+    def _tell_of_damage(self) -> None:
+        """Groups were judged without their tokens: that is journaled, so that a replay knows it from damage since."""
+        for found in self._tokens.damaged:
+            drop = c.DropDamaged([found.put.key], f"{found.value}: {found.rule}")
+            self._queue(drop).add_done_callback(asyncio.Future.exception)
+        self._tokens.damaged.clear()
 
     def _snapshot_when_due(self, now: float) -> None:
         if not self.compaction.due:

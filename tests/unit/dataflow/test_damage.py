@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 
 from astraflow.dataflow.client import DataflowClient
 from astraflow.dataflow.machine import commands as c
-from astraflow.testing.dataflow import Desk, check_law, episode, policy_section, small_config
+from astraflow.dataflow.shell import Shell
+from astraflow.dataflow.storage.segments import ReadRowsDamaged
+from astraflow.testing.dataflow import Desk, check_law, episode, policy_section, small_config, sources, trajectory
 from astraflow.testing.stages import EchoStage
+from astraflow.types import Episode, EpisodeLease
 from astraflow.wire import messages as m
 
 CONFIG = small_config(run__steps=100, policies__actor__operators=["keep_all"])
@@ -124,3 +128,75 @@ def test_damage_is_told_as_an_alarm(serve: Any, tmp_path: Path, at: int, caplog:
     flip(tmp_path, at)
     client.batch("actor", "t", 0)
     assert "alarm damaged=" in caplog.text and ".arrow: is damaged between byte" in caplog.text
+
+
+DEDUP = small_config(run__steps=100, policies__actor__operators=["keep_all", "dedup"])
+
+
+def killed(service: Any, run_dir: Path, to: Path) -> Path:
+    """What a kill of the service would leave behind now."""
+    service.call(lambda: shutil.copytree(run_dir, to))
+    return to
+
+
+def unlike(lease: EpisodeLease) -> Episode:
+    """Another answer than that of its sibling."""
+    return episode(lease, "n", trajectories=[trajectory(1.0, marker=10 + int(lease.episode_id[-1]))])
+
+
+def trained_once(serve: Any, run_dir: Path) -> Any:
+    service = serve(DEDUP, run_dir)
+    client = service.start()
+    client.commit([unlike(x) for x in client.lease("n", 4).leases])
+    header, _ = client.batch("actor", "t", 0)
+    client.ack(header, "t")
+    return service
+
+
+def account_of(shell: Shell) -> tuple[int, int, dict[str, int]]:
+    policy = shell.machine.state.policies["actor"]
+    return policy.latest, policy.trained, policy.dropped
+
+
+@pytest.mark.parametrize("what", ["flipped", "cut", "gone"])
+def test_a_start_that_cannot_read_what_operators_read_refuses_and_changes_nothing(
+    serve: Any, tmp_path: Path, what: str
+) -> None:
+    image = killed(trained_once(serve, tmp_path / "run"), tmp_path / "run", tmp_path / "image")
+    (segment,) = (p for p in (image / "dataflow" / "segments").iterdir() if p.stat().st_size)
+    content = segment.read_bytes()
+    if what == "gone":
+        segment.unlink()
+    else:
+        segment.write_bytes(content[: len(content) // 2] if what == "cut" else content[:700] + b"!" + content[701:])
+    for _ in range(2):
+        with pytest.raises(ReadRowsDamaged, match=r"an operator reads tokens there .*--accept-damage") as refusal:
+            Shell(DEDUP, image, sources())
+        assert refusal.value.exit_code == 2 and segment.exists() is (what != "gone")
+    segment.write_bytes(content)
+    shell = Shell(DEDUP, image, sources())
+    assert account_of(shell) == (1, 2, {})
+    shell.close()
+
+
+def test_with_accept_damage_a_start_goes_on_without_what_operators_read(serve: Any, tmp_path: Path) -> None:
+    image = killed(trained_once(serve, tmp_path / "run"), tmp_path / "run", tmp_path / "image")
+    flip(image)
+    for accept_damage in (True, False):  # once is enough
+        shell = Shell(DEDUP, image, sources(), accept_damage=accept_damage)
+        assert account_of(shell) == (0, 0, {"damaged": 2})
+        check_law(shell.machine)
+        shell.close()
+
+
+def test_groups_that_could_not_be_judged_the_first_time_stop_no_start(serve: Any, tmp_path: Path) -> None:
+    service = serve(DEDUP, tmp_path / "run")
+    client = service.start()
+    leases = client.lease("n", 2).leases
+    client.commit([unlike(leases[0])])
+    flip(tmp_path / "run")
+    client.commit([unlike(leases[1])])
+    image = killed(service, tmp_path / "run", tmp_path / "image")
+    shell = Shell(DEDUP, image, sources())
+    assert account_of(shell) == (0, 0, {"damaged": 1})
+    shell.close()

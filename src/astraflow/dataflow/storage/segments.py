@@ -56,6 +56,19 @@ class SegmentGone(JournalError):
         )  # fmt: skip
 
 
+class ReadRowsDamaged(JournalError):
+    """An operator read these rows when their group was complete: judged without them, steps would be forgotten."""
+
+    exit_code = 2  # starting again does not help
+
+    def __init__(self, found: DamagedRows, num_puts: int) -> None:
+        super().__init__(
+            "segments", found.value, f"is gone, or is damaged between byte {found.put.offset} and "
+            f"{found.put.offset + found.put.length}, and an operator reads tokens there (such bodies: {num_puts})",
+            "restore it, or start once with --accept-damage to drop the groups in it, and what was trained since",
+        )  # fmt: skip
+
+
 class Segments:
     """`<directory>/<number>.arrow`. Files of an earlier life stay until `keep_only` is called.
 
@@ -212,8 +225,10 @@ class Segments:
         self._path(number).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the file being written."""
+        """Close the file being written; an empty one would stand in the way of one that is put back."""
         self._maps.clear()
+        if not self._size:
+            self._path(self._number).unlink(missing_ok=True)
         for file in {*self._unsynced, self._file}:
             os.close(file)
 

@@ -8,16 +8,21 @@ import numpy as np
 import pyarrow as pa
 
 from astraflow.dataflow.machine.records import Put
+from astraflow.dataflow.storage.segments import DamagedRows
 from astraflow.errors import DataflowError
 from astraflow.types import Tokens
 from astraflow.wire.codec import TOKEN_COLUMNS, flat_values, list_lengths
 
 
 class TokenReader:
-    """Gives the tokens of rows of a put. The put read last stays decoded: siblings often lie in one."""
+    """Gives the tokens of rows of a put. The put read last stays decoded: siblings often lie in one.
+
+    `damaged`: what could not be read, for whoever has to tell of it.
+    """
 
     def __init__(self, read: Callable[[Put], pa.Buffer]) -> None:
         self._read = read
+        self.damaged: list[DamagedRows] = []
         self._put: Put | None = None
         self._columns: list[np.ndarray] = []
         self._ends = np.zeros(1, np.int64)
@@ -25,10 +30,15 @@ class TokenReader:
     def __call__(self, put: Put, rows: Sequence[int]) -> list[Tokens]:
         """One for each of these rows, as read-only views.
 
-        Raises: JournalError: the rows are damaged.
+        Raises: DamagedRows.
         """
         if put != self._put:
-            with pa.ipc.open_stream(self._read(put)) as stream:
+            try:
+                body = self._read(put)
+            except DamagedRows as error:
+                self.damaged.append(error)
+                raise
+            with pa.ipc.open_stream(body) as stream:
                 table = stream.read_all()
             self._columns = [flat_values(table.column(name)) for name in TOKEN_COLUMNS]
             for column in self._columns:
