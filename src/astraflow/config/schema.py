@@ -247,7 +247,7 @@ class DataflowSection(Strict):
     )
     fsync: bool = Field(False, description="true: every commit survives a power failure, not only a kill")
     max_body_bytes: int = Field(1 << 30, ge=1 << 20, description="largest request body")
-    max_episode_tokens: int = Field(1 << 18, ge=1, description="most tokens of an episode, over all its rows")
+    max_episode_tokens: int = Field(1 << 18, ge=1, description="most tokens of an episode, each branch with its prefix")
     snapshot_every: int = Field(2000, ge=10, description="journaled commands between two snapshots")
 
 
@@ -279,6 +279,7 @@ class WeightsSection(Strict):
     keep: int = Field(4, ge=2, description="newest versions kept, beside those that are read or that they rest on")
     deltas: bool = Field(True, description="a version may travel as its changes since the one before")
     full_every: int = Field(50, ge=1, description="one version in so many carries all its tensors")
+    check: bool = Field(False, description="nodes compare what their engines compute with with each version")
 
 
 class ObserveSection(Strict):

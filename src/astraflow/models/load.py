@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -59,11 +59,7 @@ def effective_checksum(tensors: Mapping[str, torch.Tensor], dtype: str | None = 
 
     Args: dtype: numbers are rounded to it first, as a model of that dtype does when it loads them.
     """
-    rounded = DTYPES[dtype] if dtype is not None else None
-    return _checksum(
-        (name, t.to(rounded) if rounded is not None and t.is_floating_point() else t)
-        for name, t in sorted(tensors.items())
-    )
+    return checksum_of(((name, tensors[name]) for name in sorted(tensors)), dtype)
 
 
 def content_checksum(directory: Path) -> str:
@@ -71,21 +67,30 @@ def content_checksum(directory: Path) -> str:
 
     Raises: ModelError: unreadable.
     """
+    return checksum_of(stored_tensors(directory))
+
+
+def stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights in a model directory as they are stored, by name, one at a time. Raises: ModelError: unreadable."""
     try:
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(p, "pt")) for p in sorted(directory.glob("*.safetensors"))]
             owner = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
-            return _checksum((name, owner[name].get_tensor(name)) for name in sorted(owner))
+            for name in sorted(owner):
+                yield name, owner[name].get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise ModelError(
             "model", str(directory), f"cannot be read ({_first_line(error)})", "give a whole model directory"
         ) from error
 
 
-def _checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+def checksum_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str | None = None) -> str:
+    """As `effective_checksum`, of tensors that come in the order of their names."""
     digest = xxhash.xxh3_128()
     for name, tensor in tensors:
         tensor = tensor.detach()
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(DTYPES[dtype])
         flat = tensor.cpu().contiguous().reshape(-1)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         if flat.numel():

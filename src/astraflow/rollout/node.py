@@ -31,6 +31,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from astraflow.config.env import cache_dir
@@ -44,9 +45,10 @@ from astraflow.rollout.commit import Committer, Reach
 from astraflow.rollout.gateway.app import create_app
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.loop import Guarded, in_thread, run_loop
-from astraflow.rollout.policies import PolicyOptions, Weights, start_policy
+from astraflow.rollout.policies import PolicyOptions, Weights, directory_of, start_policy
 from astraflow.rollout.pool import PoolLimits, WorkerPool
 from astraflow.rollout.runner import Runner, RunnerOptions
+from astraflow.rollout.served import ServedCheck
 from astraflow.rollout.stats import NodeStats
 from astraflow.rollout.worker.channel import Hello
 from astraflow.types import WeightVersion
@@ -144,7 +146,8 @@ class _Node:
             return
         config = RunConfig.model_validate(reply.config)
         for name in config.policies:
-            self._weights[name] = Weights(name, self._weight_client, self._start_waiting)
+            check = ServedCheck(name, partial(self._model_directory, config, name)) if config.weights.check else None
+            self._weights[name] = Weights(name, self._weight_client, self._start_waiting, check)
         heartbeat_s = await self._enter(reply)
         self.tasks.spawn("heartbeat loop", self._heartbeats(heartbeat_s))
         runner = self._runner = await self._build(config)
@@ -200,6 +203,9 @@ class _Node:
             self.tasks.spawn(f"engine of {name}", _raise_when_ended(engine))
             self.tasks.spawn(f"weight loop of {name}", self._weights[name].follow(engine))
         return runner
+
+    def _model_directory(self, config: RunConfig, policy: str) -> Path:
+        return directory_of(config.policies[policy].model, self._options.cache, config.run.seed)
 
     async def _serve_http(self, gateway: Gateway) -> str:
         """The gateway for agents with a client of their own; gives their base URL."""

@@ -19,6 +19,7 @@ from astraflow.models.lora.adapter import read_adapter
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.gateway.tools import parser_for
 from astraflow.rollout.loop import in_thread
+from astraflow.rollout.served import ServedCheck
 from astraflow.types import WeightVersion
 from astraflow.weights.client import Fetched, WeightClient
 
@@ -40,9 +41,11 @@ class PolicyOptions:
 class Weights:
     """The newest version that was announced, and the way from there into the engine."""
 
-    def __init__(self, policy: str, client: WeightClient, on_version: Callable[[], None]) -> None:
-        """`on_version` is called when another version is in force."""
-        self._policy, self._client, self._on_version = policy, client, on_version
+    def __init__(
+        self, policy: str, client: WeightClient, on_version: Callable[[], None], check: ServedCheck | None = None
+    ) -> None:
+        """`on_version` is called when another version is in force. `check`: looks at every one that is."""
+        self._policy, self._client, self._on_version, self.check = policy, client, on_version, check
         self._announced = WeightVersion(policy, -1)
         self._news = asyncio.Event()
         self._held: Fetched | None = None  # what the next delta is applied to
@@ -98,6 +101,8 @@ class Weights:
             adapter = read_adapter(fetched.files)
             await asyncio.wrap_future(engine.load_weights(fetched.version, fetched.tensors, adapter))
             self._on_version()
+            if self.check is not None:
+                await self.check.look(engine, fetched)
 
 
 async def start_policy(name: str, section: PolicySection, options: PolicyOptions, weights: Weights) -> PolicyEndpoint:
@@ -106,7 +111,7 @@ async def start_policy(name: str, section: PolicySection, options: PolicyOptions
     Raises: ModelError: the model cannot be used.
     """
     try:
-        directory = await in_thread(lambda: _directory(section.model, options), f"model-{name}")
+        directory = await in_thread(lambda: directory_of(section.model, options.cache, options.seed), f"model-{name}")
     except ModelError as error:
         log.info("%s; waiting for the published files of %s instead", error, name)
     else:
@@ -118,10 +123,11 @@ async def start_policy(name: str, section: PolicySection, options: PolicyOptions
         return await in_thread(lambda: _endpoint(name, section, options, published), f"engine-{name}")
 
 
-def _directory(model: str, options: PolicyOptions) -> Path:
+def directory_of(model: str, cache: Path, seed: int) -> Path:
+    """The directory of a policy's model. Raises: ModelError: it is not here."""
     from astraflow.models.registry import model_directory  # loads torch
 
-    return model_directory(model, options.cache, options.seed)
+    return model_directory(model, cache, seed)
 
 
 def _write(fetched: Fetched, directory: Path) -> None:

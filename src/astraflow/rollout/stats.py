@@ -20,7 +20,8 @@ class NodeStats:
     is 1 - its growth per second of uptime_s. running, waiting: gauges, requests in the engines. episodes_in_play,
     episodes_waiting, commit_backlog: gauges. episodes_done, episodes_failed/<kind>, calls, loop_cpu_s (CPU of the event
     loop's thread: gateway, runner and channels, all calls together), workers_restarted, weight_failures, unreachable,
-    commits/<result>, gateway/<counter>.
+    commits/<result>, gateway/<counter>. With `weights.check`, weights_checked: versions compared with what the engine
+    computes with; weights_wrong: those with which it does not.
     """
 
     def __init__(self, committer: Committer) -> None:
@@ -56,6 +57,9 @@ class NodeStats:
             for name, value in engine.stats().items():
                 stats[name] = stats.get(name, 0.0) + value
         stats["busy_s"] = stats.get("busy_s", 0.0) / max(1, len(self._engines))
+        for check in (each.check for each in weights.values() if each.check is not None):
+            for name, count in check.counts.items():
+                stats[name] = stats.get(name, 0.0) + count
         stats.update(gateway.stats())
         for kind, count in runner.endings.items():
             name = f"episodes_{kind}" if kind in ("done", "cancelled") else f"episodes_failed/{kind}"

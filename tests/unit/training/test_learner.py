@@ -60,12 +60,15 @@ def _stable(metrics):
     return {k: v for k, v in metrics.items() if not k.startswith("perf/")}
 
 
-@pytest.mark.parametrize("policy", [
+@pytest.mark.parametrize(
+    "policy",
+    [
         {},
         {"algorithm": {"loss": "m2po"}},
         {"trainer": {"dtype": "bfloat16"}},
         {"lora": {"rank": 4, "alpha": 6}},
-    ])
+    ],
+)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(make_config, batches, tmp_path, policy):
     config = make_config(**policy)
     whole = Learner(config, "actor", tmp_path / "whole")

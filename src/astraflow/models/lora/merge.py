@@ -6,13 +6,14 @@ base: kernels may add the few terms of a product in any order, which float64 mak
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from astraflow.errors import ModelError
-from astraflow.models.load import state_tensors
+from astraflow.models.load import DTYPES, checksum_of, state_tensors, stored_tensors
 from astraflow.models.lora.adapter import PREFIX
 
 _BLOCK = 1 << 20  # elements in float64 at once
@@ -50,6 +51,23 @@ def load_adapter(
         if name not in base:
             base[name] = own[name].clone()
         own[name].copy_(merge_pair(base[name], a, b, scaling))
+
+
+def merged_checksum(directory: Path, tensors: Mapping[str, torch.Tensor], scaling: float, dtype: str) -> str:
+    """`effective_checksum` of an engine of `dtype` with this adapter on the model in `directory`; no model is built.
+
+    Raises: ModelError: the directory cannot be read.
+    """
+
+    def merged() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, stored in stored_tensors(directory):
+            tensor = stored.to(DTYPES[dtype]) if stored.is_floating_point() else stored
+            layer = PREFIX + name.removesuffix(".weight")
+            if layer + _A in tensors:
+                tensor = merge_pair(tensor, tensors[layer + _A], tensors[layer + _B], scaling)
+            yield name, tensor
+
+    return checksum_of(merged())
 
 
 def _layers(tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> list[str]:
