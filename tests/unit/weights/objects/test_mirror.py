@@ -65,7 +65,7 @@ def test_versions_come_as_they_are_published_and_are_told_of(base: str, source: 
     client = WeightClient()
     assert same_bits(client.fetch(WeightVersion("actor", 4, (mirror.url,))).tensors, model(4))
     client.close()
-    assert indexed(base) == [2, 3, 4]
+    wait_until(lambda: indexed(base) == [2, 3, 4], "what is not kept to leave the index", 20)
 
 
 def test_a_mirror_that_comes_late_copies_what_the_newest_rests_on(source: FileStore, start: Start, memory: str) -> None:

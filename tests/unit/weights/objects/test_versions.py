@@ -270,6 +270,7 @@ def test_a_crash_in_the_middle_leaves_what_was_there_and_the_next_writer_sweeps(
         with pytest.raises(Killed):
             place.writer.add(place.source, 4)
     assert place.indexed() == [0, 1, 2, 3]
+    assert ("4/manifest.json" in place.bucket.names()) == (at == "the index")
     assert same_bits(bring(place.reader(), None, 3).tensors, model(3))
     again = ObjectWriter(place.bucket, "actor", keep=0)
     again.open(place.source)
