@@ -82,8 +82,9 @@ class Operator(Protocol):
         """Pass the (perhaps changed) group on, or return the reason for which it is dropped."""
         return group
 
-    def sees_difference(self, group: Group) -> bool:
-        """Of phase credit: it tells episodes of equal rewards apart all the same, as by the rewards of their calls."""
+    def sees_difference(self, group: Group, min_std: float) -> bool:
+        """Of phase credit: it tells episodes of equal rewards apart all the same, as by the rewards of their calls: what
+        it compares has a standard deviation above `min_std`."""
         return False
 
     def select(self, stored: Sequence[Stored], groups: int, step: int) -> list[str]:

@@ -28,7 +28,7 @@ _CALLED: dict[str, tuple[str, ...]] = {
     "source": ("admit", "on_result", *_STATE),
     "policy": ("on_group", "sees_difference", "select", "on_batch", "retain", *_STATE),
 }
-_NEAR = 0.85  # from here on a name is taken for a hook that was misspelt
+_NEAR = 0.86  # from here on a name is taken for a hook that was misspelt; `selected` and `retained` are not
 
 
 class Listed(NamedTuple):
@@ -141,6 +141,8 @@ def _of_contract(listed: Listed, place: Literal["source", "policy"]) -> tuple[Li
     if not isinstance(operator.makes, tuple) or not all(isinstance(thing, str) for thing in operator.makes):
         return None, [f"{listed} has makes = {operator.makes!r}; give a tuple of texts, as ('normalized',)"]
     problems = [f"{listed} {said}" for said in _of_hooks(kind, place)]
+    if operator.estimator is not None:
+        problems.append(f"{listed} sets estimator, which the list of its policy sets; give it another name")
     if place == "source" and operator.needs_tokens:
         problems.append(f"{listed} has needs_tokens, but operators of a source see no tokens; set it to False")
     return (None, problems) if problems else (listed, [])

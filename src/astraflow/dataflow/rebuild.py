@@ -39,10 +39,10 @@ def rebuild(
 
     Raises: JournalDamaged: a command raises and is not void. With `accept_damage` it becomes void instead.
     """
-    logged = list(journal.log())
+    logged, heard = list(journal.log()), 0
     while True:
         machine = fresh()
-        mark = _apply_all(machine, logged, hear)
+        mark = _apply_all(machine, logged, hear, heard)
         if mark is None:
             return machine, logged[-1].now if logged else journal.load()[1]
         if not accept_damage:
@@ -50,6 +50,7 @@ def rebuild(
                 str(journal.path), f"cannot be replayed: command {mark.seq} ({mark.kind}) raised {mark.error}",
                 "mend its cause, or report it with the run directory; --accept-damage goes on without that command", 1,
             )  # fmt: skip
+        heard = mark.seq
         now = logged[-1].now
         journal.append([(now, encode(mark))])
         logged.append(Logged(journal.seq, now, encode(mark)))
@@ -70,8 +71,8 @@ def fault_of(mark: c.VoidCommand) -> DataflowError:
     )  # fmt: skip
 
 
-def _apply_all(machine: Machine, logged: list[Logged], hear: Hear) -> c.VoidCommand | None:
-    """Apply what is not void; the mark of the first command that raises."""
+def _apply_all(machine: Machine, logged: list[Logged], hear: Hear, heard: int) -> c.VoidCommand | None:
+    """Apply what is not void; the mark of the first command that raises. Nobody hears of those up to `heard` again."""
     marks = [_decode(x.command) for x in logged if x.command.startswith(_TAG)]
     left_out = {mark.seq: mark for mark in marks if isinstance(mark, c.VoidCommand)}
     for item in logged:
@@ -85,5 +86,6 @@ def _apply_all(machine: Machine, logged: list[Logged], hear: Hear) -> c.VoidComm
             continue
         except (Exception, SystemExit) as error:
             return void(item.seq, command, error)
-        hear(item, command, applied, machine)
+        if item.seq > heard:
+            hear(item, command, applied, machine)
     return None

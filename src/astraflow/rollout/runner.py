@@ -226,7 +226,7 @@ class Runner:
             return
         wall_s = time.monotonic() - play.received
         episode = build_episode(capture, self._options.node_id, outcome, error, wall_s)
-        episode = _fitting(episode, self._options.max_tokens)
+        episode = fitting(episode, self._options.max_tokens)
         kind = "done" if episode.error is None else error_kind(episode.error)
         if episode.error is not None and kind not in self.endings:
             log.warning("%s failed: %s (others of this kind are counted only)", lease.episode_id, episode.error)
@@ -254,9 +254,9 @@ def build_episode(
     )  # fmt: skip
 
 
-def _fitting(episode: Episode, most: int | None) -> Episode:
+def fitting(episode: Episode, most: int | None) -> Episode:
     """The dataflow service refuses an episode of more tokens, so it is an error."""
-    tokens = sum(len(t.token_ids) for t in episode.trajectories)
+    tokens = sum(t.fork_at + len(t.token_ids) for t in episode.trajectories)
     if most is None or tokens <= most:
         return episode
     error = f"overlong: tokens={tokens} must be at most {most}; end it earlier, or raise dataflow.max_episode_tokens"

@@ -65,6 +65,21 @@ class Misspelt(Operator):
         return group
 
 
+class Keeps(Operator):
+    """Has names of its own that are like those of hooks."""
+
+    def selected(self, stored):
+        return stored
+
+    def retained(self, stored):
+        return stored
+
+
+class Taken(Operator):
+    def __init__(self):
+        self.estimator = 3
+
+
 class Later(Operator):
     async def on_group(self, group):
         return group
@@ -227,6 +242,7 @@ def test_operators_of_a_user_come_by_path_by_entry_point_and_from_a_function(own
         ("own_operators:Text", "has makes = 'normalized'; give a tuple of texts"),
         ("own_operators:Asks", "overrides admit, which is never called for an operator of a policy; remove it"),
         ("own_operators:Misspelt", "has a method on_groups, which is never called; did you mean on_group?"),
+        ("own_operators:Taken", "sets estimator, which the list of its policy sets; give it another name"),
         ("own_operators:Later", "has an async on_group, which nobody awaits"),
         ("own_operators:Absent", "cannot be imported"),
         ({"type": "own_operators:Short", "most": 0}, "cannot be made (ValueError: most is too small)"),
@@ -236,3 +252,7 @@ def test_operators_of_a_user_come_by_path_by_entry_point_and_from_a_function(own
 def test_operators_of_a_user_that_cannot_be_used_are_refused(own: Path, operator: Any, said: str) -> None:
     (problem,) = problems([operator])
     assert said in problem and "policies.actor.operators.0" in problem
+
+
+def test_helpers_of_an_operator_may_be_called_almost_like_a_hook(own: Path) -> None:
+    check_run(raw(["own_operators:Keeps"]), "run.toml")

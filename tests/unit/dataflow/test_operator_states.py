@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from astraflow.dataflow.machine.records import EpisodeCommit, Part
 from astraflow.dataflow.operators.states import state_of
 from astraflow.dataflow.shell import Shell
 from astraflow.errors import DataflowError
-from astraflow.testing.dataflow import check_law, policy_section, small_config, sources
+from astraflow.testing.dataflow import Desk, check_law, policy_section, small_config, sources
 from astraflow.types import Group
 from astraflow.wire import messages as m
 
@@ -174,6 +176,50 @@ def test_what_is_no_json_is_refused(state: Any, said: str, monkeypatch: pytest.M
     with pytest.raises(DataflowError, match=said) as caught:
         state_of("policies.actor Counts", Counts())
     assert caught.value.thing == "policies.actor Counts"
+
+
+@dataclass
+class Window:
+    """Of what an operator saw."""
+
+    size: int
+    last: float | None
+
+
+@pytest.mark.parametrize("last", [0.5, None])
+def test_a_state_is_taken_apart_in_the_same_way_with_and_without_nones(
+    last: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"window": Window(2, last), "at": datetime(2026, 1, 2)}
+    monkeypatch.setattr(Counting, "shown", staticmethod(lambda seen: own))
+    assert state_of("x", Counts()) == {"window": {"size": 2, "last": last}, "at": "2026-01-02T00:00:00"}
+
+
+def test_states_are_in_the_snapshot_and_not_kept_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counting, "shown", staticmethod(lambda seen: {"seen": seen}))
+    desk = Desk(config_of("source"))
+    assert b'"operators":[{"seen":0}]' in desk.machine.snapshot()
+    assert desk.machine.state.sources["train"].operators == []
+
+
+async def test_a_snapshot_that_cannot_be_written_is_not_tried_again_at_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def shown(seen: int) -> dict[str, Any]:
+        asked.append(seen)
+        return nan_later(seen)
+
+    monkeypatch.setattr(Counting, "shown", staticmethod(shown))
+    shell = Shell(config_of("policy"), tmp_path, sources())
+    await play(shell)
+    assert shell.machine.state.failure is not None
+    num = len(asked)
+    for number in range(3):
+        await shell.submit(c.LeaseEpisodes("n", f"more{number}", 0))
+    assert len(asked) == num
+    shell.close()
 
 
 def test_a_state_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,9 @@ def test_versions_that_do_not_exist_are_422_and_counted(serve: Serve) -> None:
 def test_an_episode_of_too_many_tokens_is_422_and_counted(serve: Serve) -> None:
     client = serve(small_config(dataflow={"max_episode_tokens": 8})).start()
     first, second = client.lease("n", 2).leases
-    rows = [trajectory(1.0, tokens=4), trajectory(1.0, tokens=5, branch=1)]
+    rows = [trajectory(1.0, tokens=4), replace(trajectory(1.0, tokens=3, branch=1), fork_at=2)]
     made = [episode(first, "n"), episode(second, "n", trajectories=rows)]
-    problem = rf"episode.tokens=9 must be at most 8 \({second.episode_id}, row 1\); .*dataflow.max_episode_tokens"
+    problem = rf"episode.tokens=9 must be at most 8, .* \({second.episode_id}, row 1\); .*dataflow.max_episode_tokens"
     refused(422, lambda: client.commit(made), problem)
     assert client.status()["refused"] == {"overlong": 1}
     made[1] = episode(second, "n", trajectories=[trajectory(1.0, tokens=8)])

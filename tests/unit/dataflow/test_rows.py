@@ -258,7 +258,7 @@ def branch(number: int, parent: int = -1, fork_at: int = 0, policy: str = "actor
         ([branch(0, 7, 5)], r"parent_branch=7 is not in the episode \(row 1\)"),
         ([branch(0), branch(1, 0, policy="verifier")], r"parent_branch=0 is not in the episode \(row 2\)"),
         ([branch(0, 0, 1)], r"parent_branch=0 leads back to its own branch \(row 1\)"),
-        ([branch(0, 2), branch(1, 0), branch(2, 1)], "parent_branch=0 leads back to its own branch"),
+        ([branch(0, 2), branch(1, 0), branch(2, 1)], r"parent_branch=2 leads back to its own branch \(row 1\)"),
         ([branch(0), branch(1, 0, 5)], r"fork_at=5 is behind its parent's 4 tokens \(row 2\)"),
         ([branch(0), branch(1, 0, 2), branch(2, 1, 7)], r"fork_at=7 is behind its parent's 6 tokens \(row 3\)"),
     ],

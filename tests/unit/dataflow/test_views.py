@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.dataflow.machine.commands import Event, MetricsRow
+from astraflow.dataflow.machine.commands import AckBatch, Event, MetricsRow
 from astraflow.dataflow.views.lines import line_of
 from astraflow.dataflow.views.nodes import PoolRates
 from astraflow.dataflow.views.rows import MetricsFile
 from astraflow.dataflow.views.status import status
 from astraflow.observe.jsonl import read_jsonl
 from astraflow.testing.dataflow import Desk, small_config
+from astraflow.wire.messages import Ack
 
 
 def test_a_row_is_written_once_also_over_restarts(tmp_path: Path) -> None:
@@ -28,6 +29,26 @@ def test_a_row_is_written_once_also_over_restarts(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     expected = {"kind": "step", "policy": "actor", "step": 1, "time_s": 2.0, "nodes/count": 1.0, "reward/mean": 0.5}
     assert rows[0] == expected and len(rows) == 2
+
+
+def test_a_metric_does_not_hide_which_row_it_is_of(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    named = {"kind": 1.0, "policy": 2.0, "step": 3.0, "time_s": 4.0, "loss": 5.0}
+    file.append(MetricsRow("step", "actor", 1, 2.0, named))
+    file.close()
+    (row,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert row == {"kind": "step", "policy": "actor", "step": 1, "time_s": 2.0, "loss": 5.0}
+
+
+def test_a_metric_does_not_hide_which_step_an_event_is_of() -> None:
+    desk = Desk(small_config())
+    desk.start()
+    desk.play(4)
+    assert desk.take(0) is not None
+    ack = Ack(trainer_id="t", version=1, metrics={"step": 7.0, "policy": 8.0})
+    desk.do(AckBatch("actor", "actor/1", ack))
+    (event,) = (x for x in desk.instructions if isinstance(x, Event) and x.kind == "step")
+    assert (event.fields["step"], event.fields["policy"]) == (1, "actor")
 
 
 def test_a_row_that_cannot_be_written_waits_for_the_next_one(

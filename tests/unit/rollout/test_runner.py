@@ -17,8 +17,10 @@ from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.gateway.episode import EpisodeCapture
 from astraflow.rollout.gateway.tools import BracketParser
 from astraflow.rollout.pool import PoolLimits, WorkerPool
-from astraflow.rollout.runner import Runner, RunnerOptions, build_episode
+from astraflow.rollout.runner import Runner, RunnerOptions, build_episode, fitting
 from astraflow.rollout.worker.channel import Hello
+from astraflow.testing.dataflow import episode as made_episode
+from astraflow.testing.dataflow import trajectory
 from astraflow.types import EpisodeLease, Outcome, Sampling, Task
 
 LIMITS = PoolLimits(pulse_s=0.05, stall_s=0.6, grace_s=0.3, max_left_running=2)
@@ -146,6 +148,13 @@ async def test_an_episode_that_the_service_would_refuse_for_its_length_is_an_err
             assert bool(episode.trajectories) == (episode.error is None) == taken
             assert made.runner.endings == {"done" if taken else "overlong": 1}
     assert episode.error.startswith(f"overlong: tokens={size} must be at most {size - 1}; end it earlier")
+
+
+@pytest.mark.parametrize("most", [9, 8])
+def test_the_length_of_an_episode_counts_each_branch_with_its_prefix(most: int):
+    rows = [trajectory(1.0, tokens=4), msgspec.structs.replace(trajectory(1.0, branch=1, tokens=3), fork_at=2)]
+    taken = fitting(made_episode(lease("outcome"), "n", trajectories=rows), most)
+    assert (taken.error is None) == bool(taken.trajectories) == (most == 9)
 
 
 async def test_the_first_failure_of_each_kind_is_logged(caplog):

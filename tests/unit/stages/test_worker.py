@@ -18,9 +18,9 @@ from astraflow.stages.context import StageRun, build_stage
 from astraflow.stages.worker import Worker, run_stage
 from astraflow.testing.dataflow import check_law, policy_section, small_config, sources
 from astraflow.testing.runs import wait_until
-from astraflow.testing.services import DataflowThread, PlayingNode
+from astraflow.testing.services import DataflowThread, PlayingNode, made_up_episode
 from astraflow.testing.stages import EchoStage
-from astraflow.wire.messages import Resume
+from astraflow.wire.messages import Join, Resume
 
 
 @pytest.fixture(autouse=True)
@@ -289,3 +289,55 @@ def test_a_stage_gets_its_options_and_the_run_only_if_it_asks() -> None:
     assert build_stage(StageRun(config, "echo")).needs == ("token_ids",)
     with pytest.raises(ConfigError, match="stage='eco' is not in the run; known: echo"):
         build_stage(StageRun(config, "eco"))
+
+
+class OneByOne(EchoStage):
+    """Gives nothing for several entries together."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        super().__init__()
+        self.stop, self.num_refused = stop, 0
+
+    def run(self, rows: pa.Table) -> pa.Table:
+        if rows.num_rows == 1:
+            return super().run(rows)
+        self.num_refused += 1
+        if self.num_refused == 3:
+            self.stop.set()
+        return None  # type: ignore[return-value]
+
+
+def test_a_stage_that_can_do_each_entry_by_itself_is_not_wrong_for_good(tmp_path: Path) -> None:
+    config = config_of({"echo": {**ECHO, "rows": 2}})
+    with DataflowThread(config, tmp_path, sources=sources()) as service:
+        client = DataflowClient(service.url, give_up_s=2.0)
+        run_id = client.run().run_id
+        client.resume("actor", Resume(trainer_id="t", version=0, urls=(), run_id=run_id))
+        client.join(Join(node_id="n", name="n", capacity=8, run_id=run_id))
+        client.commit([made_up_episode(lease, "n") for lease in client.lease("n", 8).leases])
+        stop = threading.Event()
+        stage = OneByOne(stop)
+        Worker(client, StageRun(config, "echo", stop=stop), stage).work(DataflowClient(service.url, give_up_s=2.0))
+        assert stage.num_refused == 3 and service.call(lambda: service.shell.machine.state.stages["echo"].num_done) == 4
+        client.close()
+
+
+def test_columns_of_entries_done_one_by_one_are_put_together_whatever_they_say_of_nulls(tmp_path: Path) -> None:
+    class Flags(EchoStage):
+        calls = 0
+
+        def run(self, rows: pa.Table) -> pa.Table:
+            self.calls += 1
+            if rows.num_rows > 1:
+                raise ValueError("one by one")
+            (column,) = super().run(rows).columns
+            return pa.Table.from_arrays([column], schema=pa.schema([pa.field("echo", column.type, self.calls % 2 > 0)]))
+
+    config = config_of({"echo": {**ECHO, "rows": 2}})
+    with DataflowThread(config, tmp_path, sources=sources()) as service, PlayingNode(service.url):
+        client = DataflowClient(service.url, give_up_s=2.0)
+        client.resume("actor", Resume(trainer_id="t", version=0, urls=(), run_id=client.run().run_id))
+        state = service.shell.machine.state
+        wait_until(lambda: service.call(lambda: len(state.staged) == 4), "four groups", 20)
+        work_until(service, config, Flags(), lambda: state.stages["echo"].num_done == 8)
+        client.close()

@@ -215,7 +215,7 @@ class Queues:
             "groups/replayed": float(policy.num_replayed),
         }
         row = MetricsRow("step", name, step, self._context.now, {**batch.metrics, **account, **metrics})
-        self._context.out += [row, Event("step", {"policy": name, "step": step, **row.metrics})]
+        self._context.out += [row, Event("step", {**row.metrics, "policy": name, "step": step})]
         self._drop_stale(name, policy)
         if self._context.finished_policy(name):
             self._drop_rest(name, policy, "finished")

@@ -141,9 +141,10 @@ def _entries(
     for k, reward, advantage, of_calls in zip(siblings, result.rewards, advantages, calls, strict=True):
         commit, part = group.results[k], parts.get(k)
         if reward is not None and commit is not None and part is not None and part.max_version >= 0:
-            if part.reward is None:  # an operator scored it
-                part = msgspec.structs.replace(part, reward=reward)
-            success = success_of(commit, reward if part.reward is None else part.reward)
+            own = part.reward
+            if own is None:  # an operator scored it
+                own, part = reward, msgspec.structs.replace(part, reward=reward)
+            success = success_of(commit, own)
             entries.append(Entry(part, advantage, success, of_calls, added.get(k, []), k))
     return entries
 

@@ -14,7 +14,9 @@ from astraflow.dataflow.operators.blame import MEND
 from astraflow.errors import DataflowError
 from astraflow.types import Group, Task
 
-_ON_GROUP = "must stay as it is: on_group may change rewards, advantages, call_advantages and weight only"
+_ON_GROUP = (
+    "must stay as it is: on_group may change rewards, rewards_per_call, advantages, call_advantages and weight only"
+)
 _ON_BATCH = "must stay as it is: on_batch may change advantages, call_advantages and weight only"
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _LARGEST = float(np.finfo(np.float32).max)
@@ -63,6 +65,12 @@ def check_result(operator: Operator, name: str, before: Fixed, result: object) -
         result.rewards_per_call = [
             tuple(_number(where, "rewards_per_call", r) for r in calls) for calls in result.rewards_per_call
         ]
+        for k, (calls, wanted) in enumerate(zip(result.rewards_per_call, result.num_calls, strict=True)):
+            if len(calls) not in (0, wanted):
+                raise DataflowError(
+                    f"{where} episode {result.episode_ids[k]}", len(calls),
+                    f"rewards_per_call must be {wanted}, one per call, or none", MEND,
+                )  # fmt: skip
     if operator.phase in ("filter", "shape") and (result.advantages is not None or result.call_advantages is not None):
         raise DataflowError(
             where, "advantages", f"must not be set in phase {operator.phase}",

@@ -26,7 +26,7 @@ def state_of(name: str, operator: Operator) -> dict[str, Any]:
     with blamed(name, f"state_dict must be JSON: {_FIX}"):
         encoded = _encode(state)
         if b"null" in encoded:  # a None, or a number that is not finite
-            json.dumps(state, allow_nan=False, default=_plain)
+            json.dumps(msgspec.to_builtins(state, enc_hook=_plain), allow_nan=False)
         plain = msgspec.json.decode(encoded)
     if not isinstance(plain, dict):
         raise DataflowError(name, state, "state_dict must give a dict", _FIX)

@@ -37,7 +37,7 @@ class MetricsFile:
         record = {"kind": row.kind, "policy": row.policy, "step": row.step, "time_s": round(row.time_s, 3)}
         if _key(record) not in self._keys:
             self._keys.add(_key(record))
-            self._waiting.append({**record, **(more or {}), **row.metrics})
+            self._waiting.append({**record, **(more or {}), **row.metrics, **record})  # a metric may have such a name
             self.flush()
 
     def flush(self) -> None:

@@ -95,6 +95,11 @@ BREACHES: dict[str, tuple[Callable[[Group], Any], str]] = {
     "large reward": (changed(rewards=[1.0, 10**400]), "rewards must be finite"),
     "large weight": (changed(weight=1e39), "weight must be finite"),
     "nan weight": (changed(weight=math.nan), "weight must be finite"),
+    "rewards of calls of another length": (changed(rewards_per_call=[(), (1.0, 2.0)]), "rewards_per_call must be 1"),
+    "rewards of calls of another group": (
+        changed(rewards_per_call=[()]),
+        "rewards_per_call must be 2, one per episode",
+    ),
     "early advantages": (changed(advantages=[1.0, 0.0]), "must not be set in phase filter"),
 }
 
@@ -105,7 +110,7 @@ def test_a_breach_of_the_contract_is_an_error_that_names_operator_and_group(
 ) -> None:
     with pytest.raises(DataflowError) as caught:
         chain(Doing(what)).on_group(group([1.0, 0.0]))
-    assert said in str(caught.value) and "policies.actor Doing" in str(caught.value)
+    assert said in str(caught.value) and str(caught.value).count("policies.actor Doing") == 1
     assert "train/0/0" in str(caught.value)
 
 
@@ -227,3 +232,16 @@ def test_the_run_file_builds_the_chain_and_its_state_goes_through_a_snapshot() -
 def test_a_list_that_cannot_be_is_refused_by_the_machine_too() -> None:
     with pytest.raises(ConfigError, match="must come before 'reward_clip'"):
         chain_of("actor", small_config(policies__actor__operators=["reward_clip", "zero_variance"]).policies["actor"])
+
+
+def test_rewards_of_calls_may_change_and_go_away() -> None:
+    one = group([1.0, 0.0], num_calls=[2, 1], rewards_per_call=[(0.5, 0.5), (0.0,)])
+    result = chain(Doing(changed(rewards_per_call=[(1, np.float32(2)), ()]), "shape")).on_group(one)
+    assert isinstance(result, Group) and result.rewards_per_call == [(1.0, 2.0), ()]
+
+
+def test_what_on_group_may_change_is_told_in_full() -> None:
+    with pytest.raises(
+        DataflowError, match="may change rewards, rewards_per_call, advantages, call_advantages and wei"
+    ):
+        chain(Doing(changed(num_tokens=[1, 1]))).on_group(group([1.0, 0.0]))

@@ -57,6 +57,18 @@ def test_zero_variance_drops_almost_equal_groups_when_asked() -> None:
     assert rewards(ZeroVariance(min_std=0.04).on_group(group([0.5, 0.4]))) == [0.5, 0.4]
 
 
+@pytest.mark.parametrize(("min_std", "kept"), [(0.04, True), (0.05, False), (0.2, False)])
+@pytest.mark.parametrize("in_calls", [True, False])
+def test_zero_variance_asks_the_estimator_for_more_than_almost_equal_calls(
+    min_std: float, kept: bool, in_calls: bool
+) -> None:
+    one = group([0.5, 0.4])
+    if in_calls:
+        one = group([0.0, 0.0], rewards_per_call=[(0.5,), (0.4,)])
+    result = chain(ZeroVariance(min_std=min_std), advantage=PerCall()).on_group(one)
+    assert isinstance(result, Group) == kept
+
+
 def test_keep_all_keeps_equal_groups() -> None:
     assert rewards(KeepAll().on_group(group([0.5, 0.5]))) == [0.5, 0.5]
 

@@ -167,6 +167,16 @@ def test_what_is_not_there_is_not_owed() -> None:
         assert policy.owed == len(policy.selected) <= 3
 
 
+def test_no_more_is_owed_than_a_batch_holds() -> None:
+    """However long groups had to give way: a debt of many steps would make batches of old groups for as long."""
+    desk = started(config(max_staleness=0))
+    policy = desk.machine.state.policies["actor"]
+    play(desk, 0)
+    policy.owed = 1000
+    desk.step(0)
+    assert len(policy.selected) < 4 < policy.owed <= 4 + len(policy.selected)
+
+
 def test_groups_that_replay_a_damaged_batch_are_owed() -> None:
     desk = started(config(max_staleness=0))
     for version in (0, 1):

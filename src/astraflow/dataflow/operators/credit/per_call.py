@@ -56,8 +56,8 @@ class PerCall(Operator):
         group.call_advantages = credit
         return group
 
-    def sees_difference(self, group: Group) -> bool:
-        return any(min(values) != max(values) for values in self._compared(group)[1])
+    def sees_difference(self, group: Group, min_std: float) -> bool:
+        return any(mean_std(values)[1] > min_std for values in self._compared(group)[1])
 
     def _compared(self, group: Group) -> tuple[list[list[float]], list[list[float]]]:
         """Returns of each episode; and, for each number of a call, the returns that it is compared with."""

@@ -13,7 +13,8 @@ class ZeroVariance(Operator):
 
     A dropped group frees its slot, so another task is admitted in its place and the batch keeps its size: that is
     dynamic sampling. `batch.max_dropped_groups` bounds how many are dropped without one batch.
-    Args: min_std: groups whose rewards have a standard deviation up to this are dropped too.
+    Args: min_std: groups whose rewards have a standard deviation up to this are dropped too; with `per_call` those
+    whose returns have no more for any call.
     Source: DAPO, arXiv:2503.14476 section 3.2.
     """
 
@@ -28,4 +29,6 @@ class ZeroVariance(Operator):
         rewards = scored(group.rewards)
         if rewards and mean_std(rewards)[1] > self._min_std:
             return group
-        return group if self.estimator is not None and self.estimator.sees_difference(group) else "zero_variance"
+        if self.estimator is not None and self.estimator.sees_difference(group, self._min_std):
+            return group
+        return "zero_variance"

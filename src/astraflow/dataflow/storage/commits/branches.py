@@ -48,13 +48,13 @@ def _check_tree(tree: dict[int, int], parents: np.ndarray, forks: np.ndarray, le
     fix = "send all branches of an episode and policy in one commit, with the fork inside its parent's path"
     rooted: set[int] = {_NONE}
     for branch in tree:
-        path: dict[int, None] = {}  # from here to a branch that is known to lead to a root
-        while branch not in rooted:
+        path: list[int] = []  # from here to a branch that is known to lead to a root
+        for _ in tree:  # no path is longer
+            if branch in rooted:
+                break
             row = tree[branch]
             parent, fork = int(parents[row]), int(forks[row])
-            path[branch] = None
-            if parent in path:
-                raise SchemaError("column parent_branch", parent, f"leads back to its own branch (row {row})", fix)
+            path.append(branch)
             if parent != _NONE:
                 if parent not in tree:
                     raise SchemaError("column parent_branch", parent, f"is not in the episode (row {row})", fix)
@@ -62,7 +62,12 @@ def _check_tree(tree: dict[int, int], parents: np.ndarray, forks: np.ndarray, le
                 if fork > end:
                     raise SchemaError("column fork_at", fork, f"is behind its parent's {end} tokens (row {row})", fix)
             branch = parent
-        rooted |= path.keys()
+        if branch not in rooted:
+            row = tree[branch]
+            raise SchemaError(
+                "column parent_branch", int(parents[row]), f"leads back to its own branch (row {row})", fix
+            )
+        rooted.update(path)
 
 
 def _refuse(name: str, values: np.ndarray, wrong: np.ndarray, rule: str, fix: str) -> None:

@@ -88,9 +88,12 @@ def _compare(name: str, rows: pa.RecordBatch, wanted: Sequence[object]) -> None:
     raise SchemaError(f"column {name}", found[row], f"{rule}, {wanted[row]} (row {row})", fix)
 
 
-def check_sizes(header: EpisodesHeader, lengths: np.ndarray, max_tokens: int) -> None:
-    """An episode without an error has tokens, and none has more than a trainer is meant to take."""
+def check_sizes(header: EpisodesHeader, rows: pa.RecordBatch, lengths: np.ndarray, max_tokens: int) -> None:
+    """An episode without an error has tokens, and none has more than a trainer is meant to take, which gets each branch
+    with what comes before its fork. `lengths`: [rows] own tokens."""
     ends, start = [0, *np.cumsum(lengths).tolist()], 0
+    paths = lengths + np.maximum(rows.column("fork_at").to_numpy(), 0)
+    path_ends = [0, *np.cumsum(paths).tolist()]
     for episode in header.episodes:
         end = start + episode.num_rows
         if episode.error is None and ends[start] == ends[end]:
@@ -98,9 +101,10 @@ def check_sizes(header: EpisodesHeader, lengths: np.ndarray, max_tokens: int) ->
                 "episode", episode.episode_id, f"must have tokens or an error (rows {start} to {end})",
                 "commit what ended without an answered call with its error",
             )  # fmt: skip
-        if (tokens := ends[end] - ends[start]) > max_tokens:
+        if (tokens := path_ends[end] - path_ends[start]) > max_tokens:
             raise SchemaError(
-                "episode.tokens", tokens, f"must be at most {max_tokens} ({episode.episode_id}, row {start})",
+                "episode.tokens", tokens, f"must be at most {max_tokens}, each branch with its prefix "
+                f"({episode.episode_id}, row {start})",
                 "commit it as an error, let episodes end earlier, or raise dataflow.max_episode_tokens",
             )  # fmt: skip
         start = end

@@ -51,7 +51,7 @@ def row_facts(header: EpisodesHeader, table: pa.Table, known: Known) -> RowFacts
     check_schema(rows, TRAJECTORY_SCHEMA, only=True)
     names, floors = check_owners(header, rows, known.newest, known.groups)
     lengths = list_lengths(rows.column("token_ids"))
-    check_sizes(header, lengths, known.max_tokens)
+    check_sizes(header, rows, lengths, known.max_tokens)
     counts, oldest, newest, calls, first_sampled = token_facts(rows, lengths)
     _check_versions(names, newest, known.newest)
     _check_floors(oldest, floors)
