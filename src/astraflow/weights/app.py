@@ -14,12 +14,14 @@ memory and a lease that it extends only while it takes bytes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import math
 import os
 import re
 import stat
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,16 @@ from astraflow.weights.manifest import MANIFEST, Delta, Manifest, is_file_name, 
 from astraflow.weights.plan import VersionInfo
 from astraflow.weights.store import FileStore
 from astraflow.wire.app import HttpError, create_app, json_reply
+from astraflow.wire.bulk import Client, client_of
 from astraflow.wire.describe.openapi import Operation, document
 
+log = logging.getLogger("astraflow.weights")
 PIECE_BYTES = 4 << 20
 STALL_S = 120.0
-"""A reader that takes no piece for this long is cut; it resumes by Range."""
+"""A reader that takes not one byte for this long is cut; it resumes by Range. A slow one is not."""
+
+LOOK_S = 5.0
+"""Between two looks whether a reader that has not taken a piece yet took a part of it."""
 
 LONGEST_WAIT_S = 60.0
 ARRIVAL_S = 0.02  # between two looks for a version that has not come yet
@@ -96,25 +103,84 @@ def weights_document() -> dict[str, Any]:
     )
 
 
+class _Stalled(Exception):
+    """A reader took nothing for STALL_S."""
+
+
+class _Progress:
+    """One reader of a part: keeps its lease while it takes bytes, however few, and no longer."""
+
+    def __init__(self, lease: ReaderLease, client: Client) -> None:
+        self._lease, self._client = lease, client
+
+    async def takes(self, sending: asyncio.Future[None]) -> None:
+        """Until `sending` is done. Raises: _Stalled: the reader was cut."""
+        try:
+            await self._until(sending.done, sending)
+        except _Stalled:
+            self._client.cut()
+            await sending  # ends with the connection
+            raise
+        finally:
+            sending.cancel()
+        sending.result()
+
+    def finish(self) -> None:
+        """All was given to the kernel, or the reader is gone; the lease ends when it has taken that, too."""
+        if not self._client.unsent():
+            self._lease.release()
+            return
+        task = asyncio.create_task(self._rest(), name="rest of a part")
+        _finishing.add(task)
+        task.add_done_callback(_finishing.discard)
+
+    async def _rest(self) -> None:
+        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            await self._until(lambda: not self._client.unsent(), never)
+        except _Stalled:
+            self._client.cut()
+        finally:
+            self._lease.release()
+
+    async def _until(self, over: Callable[[], bool], sign: asyncio.Future[None]) -> None:
+        """Until `over`; looks when `sign` is done, and all LOOK_S."""
+        left, since = math.inf, time.monotonic()
+        while True:
+            await asyncio.wait({sign}, timeout=LOOK_S)
+            if over():
+                self._lease.extend()
+                return
+            before, left = left, self._client.unsent()
+            if left < before:
+                since = time.monotonic()
+                self._lease.extend()
+            elif time.monotonic() - since > STALL_S:
+                log.warning("cut a reader that took nothing for %g s", STALL_S)
+                raise _Stalled
+
+
+_finishing: set[asyncio.Task[None]] = set()  # a task without a reference may vanish
+
+
 class _PartReply(StreamingResponse):
     """Bytes of an open file in pieces. Owns the file and the lease; gives up on a reader that takes nothing."""
 
-    def __init__(
-        self, fd: int, span: tuple[int, int], lease: ReaderLease, status: int, headers: dict[str, str]
-    ) -> None:
+    def __init__(self, fd: int, span: tuple[int, int], reader: _Progress, status: int, headers: dict[str, str]) -> None:
         super().__init__(self._pieces(), status, headers, media_type="application/octet-stream")
-        self._fd, self._span, self._lease = fd, span, lease
+        self._fd, self._span, self._reader = fd, span, reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(_Stalled):
+                await super().__call__(scope, receive, send)
         finally:
             os.close(self._fd)
-            self._lease.release()
+            self._reader.finish()
 
     async def stream_response(self, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
-            await asyncio.wait_for(send(message), STALL_S)
+            await self._reader.takes(asyncio.ensure_future(send(message)))
 
         await super().stream_response(send_in_time)
 
@@ -125,7 +191,6 @@ class _PartReply(StreamingResponse):
             if not piece:
                 raise HttpError(500, "part=cut is shorter than it was; the disk lost bytes", "WeightError")
             yield piece
-            self._lease.extend()
             position += len(piece)
 
 
@@ -191,7 +256,7 @@ class _Serving:
                 reply = Response(os.pread(fd, size, 0), media_type="application/json")
                 os.close(fd)
                 return reply
-            return _part_reply(request, fd, size, lease)
+            return _part_reply(request, fd, size, _Progress(lease, client_of(request.scope)))
         except BaseException:
             os.close(fd)
             raise
@@ -222,12 +287,12 @@ def _number(request: Request, name: str, otherwise: float) -> float:
     return number
 
 
-def _part_reply(request: Request, fd: int, size: int, lease: ReaderLease) -> Response:
+def _part_reply(request: Request, fd: int, size: int, reader: _Progress) -> Response:
     start, stop, status = _range(request.headers.get("range"), size)
     headers = {"accept-ranges": "bytes", "content-length": str(stop - start)}
     if status == 206:
         headers["content-range"] = f"bytes {start}-{stop - 1}/{size}"
-    return _PartReply(fd, (start, stop), lease, status, headers)
+    return _PartReply(fd, (start, stop), reader, status, headers)
 
 
 def _range(header: str | None, size: int) -> tuple[int, int, int]:

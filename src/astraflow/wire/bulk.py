@@ -12,8 +12,13 @@ with `app.read_body` and `app.read_stream_body` may be served with it: `receive`
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import socket
+import struct
+import sys
+import termios
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import httptools
 from starlette.types import Scope
@@ -21,10 +26,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from astraflow.wire.connection import fresh
 
-BULK = "astraflow.bulk"  # the extension of an ASGI scope
+BULK, CLIENT = "astraflow.bulk", "astraflow.client"  # extensions of an ASGI scope
 MIN_BYTES = 64 << 10  # of a body that passes by the parser
 _BUFFER_BYTES = 4 << 20  # written at once: small pieces take several times as long (measured on ext4)
 _SMALL_BYTES = 64 << 10  # of a body that is joined to its head
+_SO_NWRITE = 0x1024  # of macOS
 Write = Callable[[memoryview], object]
 
 
@@ -106,6 +112,42 @@ def bulk_of(scope: Scope) -> Bulk | None:
     return bulk
 
 
+class Client(Protocol):
+    """Who takes an answer."""
+
+    def unsent(self) -> int:
+        """Bytes of answers that it has not taken yet: they fall while a slow client reads, even where one write of the
+        app takes minutes."""
+
+    def cut(self) -> None:
+        """Break the connection; what is unsent is lost."""
+
+
+class _Unknown:
+    """Of a server that does not say."""
+
+    def unsent(self) -> int:
+        return 0
+
+    def cut(self) -> None: ...
+
+
+def client_of(scope: Scope) -> Client:
+    """The other end of the connection of a request."""
+    client: Client = scope.get("extensions", {}).get(CLIENT, {}).get("client", _Unknown())
+    return client
+
+
+def _in_kernel(sock: Any) -> int:
+    """Bytes in the send queue of a socket, sent ones included that are not acknowledged; 0 once it is closed."""
+    try:
+        if sys.platform == "darwin":
+            return int(sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE))
+        return int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except (OSError, ValueError):
+        return 0
+
+
 class OneWrite:
     """A transport that sends the head of an answer together with the first piece of its body.
 
@@ -118,6 +160,18 @@ class OneWrite:
         self.get_extra_info, self.is_closing = transport.get_extra_info, transport.is_closing
         self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
         self.set_protocol = transport.set_protocol
+
+    def unsent(self) -> int:
+        """See `Client`."""
+        if self.is_closing():
+            return 0
+        waits: int = self._transport.get_write_buffer_size()
+        return waits + _in_kernel(self.get_extra_info("socket"))
+
+    def cut(self) -> None:
+        """See `Client`."""
+        self.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._transport.abort()  # without lingering the kernel would keep what it has for a client that takes nothing
 
     def write(self, data: bytes | memoryview) -> None:
         """Send, or keep a head until more comes: every answer has a body, if only an empty one."""
@@ -143,7 +197,12 @@ class AnswerProtocol(HttpToolsProtocol):
     """uvicorn's protocol with answers in one piece."""
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(OneWrite(transport))  # type: ignore[arg-type]
+        self._answers = OneWrite(transport)
+        super().connection_made(self._answers)  # type: ignore[arg-type]
+
+    def on_headers_complete(self) -> None:
+        self.scope.setdefault("extensions", {})[CLIENT] = {"client": self._answers}
+        super().on_headers_complete()
 
 
 class BulkProtocol(AnswerProtocol):
@@ -157,7 +216,7 @@ class BulkProtocol(AnswerProtocol):
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) >= MIN_BYTES and not self.parser.should_upgrade():
             self._bulk = Bulk(int(length), self.flow.resume_reading)
-            self.scope["extensions"] = {BULK: {"body": self._bulk}}
+            self.scope.setdefault("extensions", {})[BULK] = {"body": self._bulk}
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -26,7 +26,7 @@ from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 R = TypeVar("R")
 DISK_FULL, AWAY = 507, 503
 _CONNECT_S = 10.0
-_PIECE = 16 << 20  # of a download
+_PIECE = 1 << 18  # of a download, after which it is said how much came
 _LONGEST_PAUSE_S = 5.0  # whatever a service asks for
 
 

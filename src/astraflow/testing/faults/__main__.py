@@ -1,4 +1,4 @@
-"""`python -m astraflow.testing.faults [RUNS] [KILLS] [NETWORK RUNS]`: the drills of `make faults`, as a table."""
+"""`python -m astraflow.testing.faults [RUNS] [KILLS] [NETWORK RUNS]`: the drills of `make faults`, as tables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from astraflow.testing.faults.drill import Result, kill_drill, network_drill
+from astraflow.testing.faults.weight_drills import DRILLS, run
 
 _COLUMNS = f"{'seed':>4} {'tasks':>5} {'trained':>7} {'restarts':>8} {'s':>5}  {'result':<6} dropped; faults\n"
 
@@ -18,12 +19,28 @@ def main(runs: int = 17, kills: int = 3, network: int = 6) -> int:
         sys.stdout.write(_COLUMNS)
         results = [_told(kill_drill(parent, parent / "cache", seed, kills)) for seed in range(runs)]
         results += [_told(network_drill(parent, parent / "cache", seed)) for seed in range(network)]
+        wrong_weights = _weights(parent)
     wrong = sum(bool(result.problems) for result in results)
     num_tasks = sum(result.admitted for result in results)
     sys.stdout.write(
         f"{runs * kills} kills, {network} runs on a bad network, {num_tasks} tasks: {wrong} runs are wrong\n"
     )
-    return int(wrong > 0)
+    return int(wrong + wrong_weights > 0)
+
+
+def _weights(parent: Path) -> int:
+    """Drills of the weight plane that went wrong."""
+    wrong = 0
+    for drill in DRILLS:
+        outcome = run(drill, parent / drill.__name__)
+        wrong += bool(outcome.problems)
+        state = "wrong" if outcome.problems else "ok"
+        sys.stdout.write(f"{outcome.name:<48} {outcome.wall_s:>5.1f} s  {state:<6} {outcome.seen}\n")
+        for problem in outcome.problems:
+            sys.stdout.write(f"      {problem}\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"{len(DRILLS)} drills of the weight plane: {wrong} are wrong\n")
+    return wrong
 
 
 def _told(result: Result) -> Result:

@@ -64,6 +64,15 @@ class _Door:
     port: int
     connection_bits_per_s: float
     traffic: Traffic = field(default_factory=Traffic)
+    flips: list[int] = field(default_factory=list)  # bytes down before one that arrives wrong
+
+    def spoil(self, piece: bytes) -> bytes:
+        """A piece on its way down, before it is counted."""
+        for place in [p for p in self.flips if p < self.traffic.down + len(piece)]:
+            self.flips.remove(place)
+            at = place - self.traffic.down
+            piece = piece[:at] + bytes([piece[at] ^ 1]) + piece[at + 1 :]
+        return piece
 
 
 class Shaper:
@@ -124,6 +133,15 @@ class Shaper:
 
         async def note() -> None:
             self._refuses_until = self._loop.time() + seconds
+
+        self._run(note)
+
+    def flip(self, url: str, after_bytes: int) -> None:
+        """A bit of one byte that comes down at `url`, the one after so many more, arrives as its opposite."""
+        door = self._doors[f"http://{urlsplit(url).netloc}"]
+
+        async def note() -> None:
+            door.flips.append(door.traffic.down + after_bytes)
 
         self._run(note)
 
@@ -241,7 +259,7 @@ class _Way:
     """One direction of one connection."""
 
     def __init__(self, link: Shaper, door: _Door, direction: Direction) -> None:
-        self._link, self._traffic, self._direction = link, door.traffic, direction
+        self._link, self._door, self._traffic, self._direction = link, door, door.traffic, direction
         self._own, self._line = Bucket(door.connection_bits_per_s), link._lines[direction]
         self._under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         self._held = 0  # bytes in it
@@ -264,6 +282,8 @@ class _Way:
             while piece and self._held >= self._link.conditions.window_bytes:
                 self._taken.clear()
                 await self._taken.wait()
+            if self._direction == "down" and self._door.flips:
+                piece = self._door.spoil(piece)
             self._traffic.add(self._direction, len(piece))
             self._held += len(piece)
             self._under_way.put_nowait((clock() + self._link.conditions.delay_s, piece))

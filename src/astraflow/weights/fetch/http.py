@@ -60,20 +60,21 @@ class HttpReader:
     def _download(
         self, path: str, entry: Part | FileEntry, target: memoryview, filled: int, on_piece: Callable[[int], None]
     ) -> None:
-        tries = 0
+        tries, reason = 0, "the connection was cut, or silent"
         while filled < entry.nbytes:
             before = filled
             try:
                 filled = self._client.download(path, target, filled, on_piece)
-            except Unreachable:
-                if tries + 1 >= TRIES:
-                    raise
+            except Unreachable as error:
+                reason = str(error)
             if filled < entry.nbytes:
                 self._on_retry()
                 tries = 0 if filled > before else tries + 1
                 if tries >= TRIES:
                     raise WeightError(
-                        f"part {entry.name}", f"{filled} bytes", f"must have {entry.nbytes} and no more came",
+                        f"part {entry.name}", f"{filled} bytes",
+                        f"must have {entry.nbytes} and no byte came in {tries} tries, each of which waits "
+                        f"{self._client.timeout_s:g} s for one ({reason})",
                         "check the connection and the disk of the store",
                     )  # fmt: skip
                 self._closed.wait(_PAUSE_S * tries)

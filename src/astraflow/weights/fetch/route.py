@@ -128,7 +128,7 @@ class _Trip:
             if held is not None:
                 try:
                     return self._follow(held, manifest, lease)
-                except (DamagedDelta, DeltaMismatch, WrongBase) as error:
+                except (DamagedDelta, DeltaMismatch, WrongBase, TornPart) as error:
                     self._counts.refused_deltas += 1
                     log.warning("fetched in full: %s", error)
             return self._follow(None, manifest, lease)

@@ -78,6 +78,16 @@ def test_bytes_arrive_unchanged_and_are_counted_for_each_service(service: str) -
         assert link.traffic().minus(seen).up == 5
 
 
+def test_a_flipped_bit_arrives_once(service: str) -> None:
+    with Shaper() as link:
+        url = link.forward(service)
+        link.flip(url, 3)
+        with closing(connect(url)) as sock:
+            for _ in range(2):
+                sock.sendall(bytes(5))
+            assert read(sock, 10) == bytes([0, 0, 0, 1, 0, 0, 0, 0, 0, 0])
+
+
 def test_a_cut_breaks_connections_and_new_ones_may_be_made(service: str) -> None:
     with Shaper() as link:
         url = link.forward(service)

@@ -1,0 +1,345 @@
+"""Fault drills of the weight plane: readers, publishers, relays and links that fail in the middle of a version.
+
+Each drill gives one line of the table of `make faults`: what was done, what was seen, and what was wrong with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from astraflow.config.env import child_environment
+from astraflow.errors import WeightError
+from astraflow.testing.faults.weight_actors import KEEP, POLICY, known, model
+from astraflow.testing.network.pacing import Conditions
+from astraflow.testing.network.shaper import Shaper
+from astraflow.testing.runs import wait_until
+from astraflow.testing.weights import same_bits, serving_weights
+from astraflow.types import WeightVersion
+from astraflow.weights.client import Fetched, WeightClient
+from astraflow.weights.files.build import Base
+from astraflow.weights.server import start_server
+from astraflow.weights.store import FileStore
+
+Popen = Callable[..., Any]
+ELEMENTS = 6 << 20  # bfloat16: 12 MiB
+_LIMIT_S = 60.0
+_WINDOW = 1 << 18
+LINK = Conditions(bits_per_s=200e6, delay_s=0.005, window_bytes=_WINDOW)
+
+
+@dataclass
+class Outcome:
+    """One drill. `seen`: in words, with figures; `problems`: sentences about what is wrong."""
+
+    name: str
+    seen: str = ""
+    problems: list[str] = field(default_factory=list)
+    wall_s: float = 0.0
+
+    def must(self, holds: bool, rule: str) -> None:
+        """Note a broken rule."""
+        if not holds:
+            self.problems.append(rule)
+
+
+Drill = Callable[[Path], Outcome]
+
+
+def reader_killed(place: Path, popen: Popen = subprocess.Popen, kills: int = 2) -> Outcome:
+    """`kill -9` of a reader at a third and two thirds of a version; the next process goes on where it was."""
+    outcome = Outcome(f"reader killed {kills} times mid-fetch, started again")
+    store = _publish(place, 0)
+    nbytes = store.infos()[0].full_nbytes
+    with serving_weights(place) as direct, Shaper(LINK) as link:
+        url = link.forward(f"{direct}/weights/{POLICY}")
+        words = ("read", url, "0", str(place / "spool"), str(place / "result.json"))
+        for kill in range(1, kills + 1):
+            reader = _actor(popen, place, *words)
+            wait_until(lambda k=kill: link.traffic().down >= nbytes * k // (kills + 1), "bytes to come", _LIMIT_S)  # type: ignore[misc]
+            reader.kill()
+            outcome.must(reader.wait(_LIMIT_S) == -signal.SIGKILL, "the reader was done before it was killed")
+        reader = _actor(popen, place, *words)
+        outcome.must(reader.wait(_LIMIT_S) == 0, f"the last reader failed: {_log(place)}")
+        more = link.traffic().down - nbytes
+    result = json.loads((place / "result.json").read_text())
+    outcome.must(result["checksums"] == known(store.manifest(0).tensors), "the content differs")
+    allowed = kills * (_WINDOW + (1 << 20))  # what was under way: on the link, in the buffers of sockets
+    outcome.must(more <= allowed, f"{more} bytes came twice, {allowed} were under way at most")
+    outcome.seen = f"{nbytes / 1e6:.1f} MB needed, {more / 1e6:.2f} MB more passed the link (under way at a kill)"
+    return outcome
+
+
+def publisher_killed(place: Path, popen: Popen = subprocess.Popen, kills: int = 24, seed: int = 0) -> Outcome:
+    """`kill -9` of a publisher at random moments; all that is visible stays whole, and the next one goes on."""
+    outcome, chance, halfway, newest = Outcome(f"publisher killed {kills} times"), random.Random(seed), 0, -1
+    store, log = FileStore(place, POLICY), place / "began"
+    log.touch()
+    for _ in range(kills):
+        begun = len(log.read_text().splitlines())
+        publisher = _actor(popen, place, "publish", str(place), str(newest + 1), "100000", str(log))
+        wait_until(lambda n=begun: len(log.read_text().splitlines()) > n, "a version to begin", _LIMIT_S)  # type: ignore[misc]
+        threading.Event().wait(chance.uniform(0.0, 0.12))
+        publisher.kill()
+        publisher.wait(_LIMIT_S)
+        halfway += any(item.name.startswith(".tmp-") for item in store.directory.iterdir())
+        before, newest = newest, max(store.versions(), default=-1)
+        outcome.must(newest >= before, f"version {before} was there and is gone")
+        for version in store.versions()[-KEEP:]:
+            outcome.must(same_bits(store.fetch(version), model(version)), f"version {version} is not what it was")
+    last = _actor(popen, place, "publish", str(place), str(newest + 1), str(newest + 1), str(log))
+    outcome.must(last.wait(_LIMIT_S) == 0, f"the last publisher failed: {_log(place)}")
+    left = [item.name for item in store.directory.iterdir() if item.name.startswith(".tmp-")]
+    outcome.must(not left, f"{left} stayed behind")
+    outcome.must(store.versions()[-1] == newest + 1, "the publisher that came back did not go on")
+    outcome.seen = f"{newest + 2} versions, {halfway} kills left something half done; all visible ones are whole"
+    return outcome
+
+
+def byte_flipped(place: Path) -> Outcome:
+    """A wrong bit in transit, in a delta on disk, and in a full part on disk."""
+    outcome = Outcome("byte flipped: in transit, in a delta, in a full part")
+    store = _publish(place, 0, 1, full_every=1)
+    client = WeightClient()
+    with serving_weights(place) as direct, Shaper() as link:
+        url = link.forward(f"{direct}/weights/{POLICY}")
+        link.flip(url, store.infos()[0].full_nbytes // 2)
+        held = client.fetch(WeightVersion(POLICY, 0, (url,)))
+        outcome.must(same_bits(held.tensors, model(0, ELEMENTS)), "a bit that was flipped in transit stayed")
+        outcome.must(client.counts["torn_parts"] == 1, "the flip in transit was not counted")
+        _flip(store.directory / "1" / "delta-00000.bin")
+        held = client.fetch(WeightVersion(POLICY, 1, (url,)), held)
+        outcome.must(same_bits(held.tensors, model(1, ELEMENTS)), "a damaged delta was applied")
+        outcome.must(client.counts["refused_deltas"] == 1, "the damaged delta was not counted")
+        _flip(store.directory / "1" / "model.safetensors")
+        error = _error(lambda: client.fetch(WeightVersion(POLICY, 1, (url,))))
+        outcome.must("checksum" in error, f"the damaged part is not what the error says: {error}")
+    outcome.seen = "read again; fetched in full instead; refused by its checksum"
+    client.close()
+    return outcome
+
+
+def wrong_base(place: Path) -> Outcome:
+    """A reader that holds something else than the base of a delta gets the version whole."""
+    outcome = Outcome("reader with a wrong base")
+    _publish(place, 0, 1, full_every=1)
+    client = WeightClient()
+    with serving_weights(place) as url:
+        wanted = WeightVersion(POLICY, 1, (f"{url}/weights/{POLICY}",))
+        held = client.fetch(msg_version(wanted, 0))
+        held.tensors["w"][7] += 1
+        fetched = client.fetch(wanted, held)
+    outcome.must(same_bits(fetched.tensors, model(1, ELEMENTS)), "the delta was applied to a wrong base")
+    outcome.must(client.counts["refused_deltas"] == 1, "the refusal was not counted")
+    outcome.seen = "refused, counted, fetched in full"
+    client.close()
+    return outcome
+
+
+def version_deleted(place: Path) -> Outcome:
+    """A version with a reader is not retired; of one that is removed by force the reader is told, and goes on."""
+    outcome = Outcome("version deleted under a reader")
+    store = _publish(place, 0, keep=2)
+    client = WeightClient(give_up_s=0.5)
+    with serving_weights(place) as direct, Shaper(Conditions(20e6, 0.0, _WINDOW)) as link:
+        url = link.forward(f"{direct}/weights/{POLICY}")
+        with _fetching(client, WeightVersion(POLICY, 0, (url,))) as found:
+            wait_until(lambda: link.traffic().down > 1 << 20, "bytes to come", _LIMIT_S)
+            for version in range(1, 5):
+                store.publish(version, model(version, ELEMENTS))
+            outcome.must(0 in store.versions(), "a version was retired while it was read")
+            link.change(Conditions())
+        outcome.must(same_bits(found[0].tensors, model(0, ELEMENTS)), "what it read is not what was published")
+        store.publish(5, model(5, ELEMENTS))
+        outcome.must(0 in store.versions(), "its lease ended before its time")
+        for lease in (store.directory / ".readers").glob("0.*"):  # a minute later
+            os.utime(lease, (0.0, 0.0))
+        store.publish(5, model(5, ELEMENTS))
+        outcome.must(0 not in store.versions(), "a version that nobody reads any more stayed")
+        link.change(Conditions(20e6, 0.0, _WINDOW))
+        before = link.traffic().down
+        with _fetching(client, WeightVersion(POLICY, 4, (url,))) as found:
+            wait_until(lambda: link.traffic().down > before + (1 << 20), "bytes to come", _LIMIT_S)
+            shutil.rmtree(store.directory / "4")
+            link.cut()
+            link.change(Conditions())
+        outcome.must("fetch the newest version" in str(found[1]), f"a deletion by force is not said: {found[1]}")
+        newest = client.fetch(WeightVersion(POLICY, 5, (url,)))
+        outcome.must(same_bits(newest.tensors, model(5, ELEMENTS)), "the newest version did not come afterwards")
+    outcome.seen = "kept while read, retired after; by force: one sentence, and the newest comes"
+    client.close()
+    return outcome
+
+
+def relay_lost(place: Path) -> Outcome:
+    """`kill -9` of the relay's server in the middle of a part: the node goes on with the trainer where it was."""
+    outcome = Outcome("relay lost mid-fetch")
+    store = _publish(place, 0)
+    nbytes = store.infos()[0].full_nbytes
+    relay = start_server(place)
+    try:
+        with serving_weights(place) as direct, Shaper(LINK) as link, Shaper(Conditions(LINK.bits_per_s, 0.1)) as far:
+            near_url = link.forward(relay.policy_url(POLICY))
+            far_url = far.forward(f"{direct}/weights/{POLICY}")
+            client = WeightClient(spool=place / "spool", give_up_s=0.5)
+            with _fetching(client, WeightVersion(POLICY, 0, (far_url, near_url))) as found:
+                wait_until(lambda: link.traffic().down > nbytes // 2, "half of it to come from the relay", _LIMIT_S)
+                os.kill(relay.pid, signal.SIGKILL)
+            client.close()
+            by_relay, by_trainer = link.traffic().down, far.traffic().down
+    finally:
+        relay.stop()
+    outcome.must(found[1] is None, f"the fetch failed: {found[1]}")
+    outcome.must(bool(found[0]) and same_bits(found[0].tensors, model(0, ELEMENTS)), "the content differs")
+    allowed = nbytes - by_relay + _WINDOW + (1 << 20)
+    outcome.must(by_trainer <= allowed, f"{by_trainer} bytes came from the trainer, at most {allowed} were missing")
+    outcome.seen = f"{by_relay / 1e6:.1f} MB from the relay, the other {by_trainer / 1e6:.1f} MB from the trainer"
+    return outcome
+
+
+def msg_version(wanted: WeightVersion, version: int) -> WeightVersion:
+    """Another version in the same stores."""
+    return WeightVersion(wanted.policy, version, wanted.urls)
+
+
+def slow_reader(place: Path, readers: int = 8) -> Outcome:
+    """One reader at 1 kB/s beside eight others: they are as fast as without it, and it is not cut."""
+    outcome = Outcome(f"a reader at 1 kB/s beside {readers} others")
+    _publish(place, 0)
+    with serving_weights(place) as direct, Shaper() as link:
+        url = f"{direct}/weights/{POLICY}"
+        slow = link.forward(url, connection_bits_per_s=8000.0)
+        alone = _times(url, readers)
+        client = WeightClient()
+        with _fetching(client, WeightVersion(POLICY, 0, (slow,))) as found:
+            wait_until(lambda: link.traffic().down > 1000, "the slow one to be served", _LIMIT_S)
+            beside, began = _times(url, readers), link.traffic()
+            wait_until(lambda: link.traffic().down > began.down + 1000, "the slow one to go on", _LIMIT_S)
+            outcome.must(link.traffic().connections == 1, "the slow reader had to connect again")
+            client.close()
+            link.refuse(3600.0)
+            link.cut()
+    outcome.must(found[0] is None, "the slow reader was not slow")
+    shown = " ".join(f"{seconds:.2f}" for seconds in beside)
+    outcome.seen = f"the others: {shown} s; without it {max(alone):.2f} s at most"
+    return outcome
+
+
+def stalled_link(place: Path) -> Outcome:
+    """Nothing comes any more: the reader says so after its limit without a byte (30 s, four times, in a run)."""
+    outcome = Outcome("link stalls for good")
+    _publish(place, 0)
+    with serving_weights(place) as direct, Shaper(LINK) as link:
+        url = link.forward(f"{direct}/weights/{POLICY}")
+        client = WeightClient(timeout_s=0.3, give_up_s=0.3)
+        begin = time.monotonic()
+        with _fetching(client, WeightVersion(POLICY, 0, (url,))) as found:
+            wait_until(lambda: link.traffic().down > 1 << 20, "bytes to come", _LIMIT_S)
+            link.stall()
+        took = time.monotonic() - begin
+        outcome.must("no byte came" in str(found[1]), f"the error does not say it: {found[1]}")
+        link.go_on()
+        fetched = client.fetch(WeightVersion(POLICY, 0, (url,)))
+        outcome.must(same_bits(fetched.tensors, model(0, ELEMENTS)), "it does not go on after the stall")
+        client.close()
+    outcome.seen = f"with a limit of 0.3 s an error after {took:.1f} s; in a run 30 s without a byte, 4 times"
+    return outcome
+
+
+DRILLS: tuple[Drill, ...] = (
+    reader_killed, publisher_killed, byte_flipped, wrong_base, version_deleted, relay_lost, slow_reader, stalled_link,
+)  # fmt: skip
+
+
+def run(drill: Drill, place: Path) -> Outcome:
+    """One drill in a directory of its own."""
+    place.mkdir(parents=True)
+    begin = time.monotonic()
+    outcome = drill(place)
+    outcome.wall_s = time.monotonic() - begin
+    return outcome
+
+
+def _publish(root: Path, *versions: int, keep: int = 0, full_every: int = 50) -> FileStore:
+    store, base = FileStore(root, POLICY, keep=keep, full_every=full_every, durable=False), None
+    for version in versions:
+        tensors = model(version, ELEMENTS)
+        content = store.publish(version, tensors, base=base)
+        base = Base(version, tensors, known(content.tensors))
+    return store
+
+
+def _actor(popen: Popen, place: Path, *words: str) -> Any:
+    with (place / "actors.log").open("ab") as out:
+        return popen(
+            [sys.executable, "-m", "astraflow.testing.faults.weight_actors", *words],
+            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=child_environment(None),
+        )  # fmt: skip
+
+
+def _log(place: Path) -> str:
+    return (place / "actors.log").read_text(errors="replace")[-500:]
+
+
+@contextmanager
+def _fetching(client: WeightClient, wanted: WeightVersion) -> Iterator[list[Any]]:
+    """A fetch in a thread while the block runs, then waited for: [what came or None, the error or None]."""
+    found: list[Any] = [None, None]
+
+    def fetch() -> None:
+        try:
+            found[0] = client.fetch(wanted)
+        except WeightError as error:
+            found[1] = error
+
+    thread = threading.Thread(target=fetch, name="reader")
+    thread.start()
+    yield found
+    thread.join(_LIMIT_S)
+    if thread.is_alive():
+        raise WeightError("fetch", wanted.version, f"did not end in {_LIMIT_S:g} s", "see the drill")
+
+
+def _error(fetch: Callable[[], Fetched]) -> str:
+    try:
+        fetch()
+    except WeightError as error:
+        return str(error)
+    return "none"
+
+
+def _times(url: str, readers: int) -> list[float]:
+    """Seconds of so many fetches at once."""
+    seconds = [0.0] * readers
+
+    def fetch(number: int) -> None:
+        begin, client = time.monotonic(), WeightClient()
+        client.fetch(WeightVersion(POLICY, 0, (url,)))
+        client.close()
+        seconds[number] = time.monotonic() - begin
+
+    threads = [threading.Thread(target=fetch, args=(i,)) for i in range(readers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_LIMIT_S)
+    return seconds
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.unlink()  # a reader may have it mapped
+    path.write_bytes(content)
