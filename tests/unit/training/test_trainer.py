@@ -195,7 +195,7 @@ def test_an_older_trainer_ends_by_name(config, tmp_path, monkeypatch):
 
 
 def test_a_failure_of_the_heartbeats_ends_the_trainer(config, tmp_path, monkeypatch):
-    def refuse(self, policy, trainer_id, stats=None):
+    def refuse(self, policy, trainer_id, stats=None, stores=None):
         raise WireError("heartbeat=1 is refused; for this test", 409)
 
     monkeypatch.setattr(DataflowClient, "trainer_heartbeat", refuse)
