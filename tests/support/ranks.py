@@ -33,6 +33,7 @@ def run_ranks(
         ends.append(ours)
     deadline = time.monotonic() + limit_s
     results: list[Any] = []
+    raised: list[str] = []  # of all ranks: the first one often says only that another is gone
     try:
         for rank, (end, process) in enumerate(zip(ends, processes, strict=True)):
             if not end.poll(max(0.0, deadline - time.monotonic())):
@@ -43,12 +44,14 @@ def run_ranks(
                 results.append(process.wait(10))
                 continue
             if kind == "raised":
-                raise AssertionError(f"rank {rank}: {result}")
+                raised.append(f"rank {rank}: {result}")
             results.append(result)
     finally:
         for process in processes:
             process.kill()
             process.wait(10)
+    if raised:
+        raise AssertionError("\n".join(raised))
     return results
 
 

@@ -165,6 +165,8 @@ def publish_with(rank: int, place: Path, trouble: str) -> list[str]:
                 os._exit(9)
             if trouble == "dtype":
                 tensors["embed"] = torch.zeros(3, dtype=torch.complex64)
+            if trouble == "none":
+                tensors["embed"] = None
             if trouble == "partial":
                 mesh = init_device_mesh("cpu", (2,))
                 tensors["embed"] = DTensor.from_local(torch.zeros(3), mesh, [Partial()])
@@ -181,7 +183,7 @@ def publish_with(rank: int, place: Path, trouble: str) -> list[str]:
         try:
             publisher.submit(number, tensors)
             ended.append("")
-        except WeightError as error:
+        except (WeightError, AttributeError) as error:
             ended.append(str(error))
         try:
             publisher.flush()
@@ -206,10 +208,12 @@ def train_in_a_session(rank: int, place: Path, url: str, sharded: bool) -> list[
     with session:
         session.publish(0, spread(model(0)))
         session.resume(0)
+        dist.barrier()  # others ask for a batch once rank 0 has resumed, or acknowledged the one before
         done = []
         for header, _ in session.batches():
             session.publish(header.step, spread(model(header.step)))
             session.acknowledge(header)
+            dist.barrier()
             done.append(header.step)
             session.checkpoint()
         session.wait_until_finished()

@@ -80,6 +80,7 @@ class ShardedPublisher:
         """
         self._exchange = Exchange(ranks, timeout_s)
         if self._exchange.leads and store is None:
+            self._exchange.close()  # the others need not wait
             raise WeightError("store", None, "must be given on the lowest rank", "give a FileStore there")
         self._store, self._deltas, self._dtype, self._on_device = store, deltas, dtype, on_device
         self._backlog = Backlog("publish-shards")
@@ -106,8 +107,8 @@ class ShardedPublisher:
         files = tuple(files)
         try:
             snapshot = take(version, tensors, dtype=self._dtype, on_device=self._on_device, skip=self._skip)
-        except WeightError as error:
-            problem = str(error)
+        except Exception as error:
+            problem = _said(error)
             self._backlog.add(lambda: self._publish(version, problem, files))  # so that others do not wait
             raise
         return self._backlog.add(lambda: self._publish(version, snapshot, files))
@@ -250,9 +251,12 @@ class ShardedPublisher:
         self._skip = frozenset(entry.name for entry in version.layout.held) - plan.sends if held else frozenset()
         self._host.parts.clear()
 
-    def _mine(self, error: object) -> str:
-        said = str(error) if isinstance(error, WeightError | str) else repr(error)
-        return f"rank {self._exchange.rank}: {said}"
+    def _mine(self, error: Exception | str) -> str:
+        return f"rank {self._exchange.rank}: {error if isinstance(error, str) else _said(error)}"
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, WeightError) else repr(error)
 
 
 def _unpacked(frame: Frame, payload: memoryview, of: Mapping[str, Owners]) -> Iterator[Change]:

@@ -89,6 +89,7 @@ def test_fsdp_with_tied_weights_publishes_what_it_trains(tmp_path):
     ("trouble", "said"),
     [
         ("dtype", r"tensor embed\.dtype=torch\.complex64 cannot be published"),
+        ("none", "'NoneType' object has no attribute"),
         ("partial", r"tensor embed\.placements=.*cannot be published"),
         ("shape", r"rank 1: tensor scale=F32 \(7,\) must be F32 \(\) as on rank 0"),
         ("missing", r"tensor embed: elements on ranks \[0\]=2416 must be 4816"),
