@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from astraflow.testing.faults import weight_drills as drills
-from astraflow.testing.forked import popen
 
 pytestmark = pytest.mark.flow
 SHORT = {
-    drills.reader_killed: partial(drills.reader_killed, popen=popen),
-    drills.publisher_killed: partial(drills.publisher_killed, popen=popen, kills=8),
+    drills.publisher_killed: partial(drills.publisher_killed, kills=8),
     drills.slow_reader: partial(drills.slow_reader, readers=3),
 }
 

@@ -50,6 +50,7 @@ STALL_S = 120.0
 LOOK_S = 5.0
 """Between two looks whether a reader that has not taken a piece yet took a part of it."""
 
+_FIRST_LOOK_S = 0.02
 LONGEST_WAIT_S = 60.0
 ARRIVAL_S = 0.02  # between two looks for a version that has not come yet
 
@@ -110,8 +111,9 @@ class _Stalled(Exception):
 class _Progress:
     """One reader of a part: keeps its lease while it takes bytes, however few, and no longer."""
 
-    def __init__(self, lease: ReaderLease, client: Client) -> None:
-        self._lease, self._client = lease, client
+    def __init__(self, lease: ReaderLease, client: Client, finishing: set[asyncio.Task[None]]) -> None:
+        """`finishing`: holds the tasks of readers that take what the kernel has."""
+        self._lease, self._client, self._finishing = lease, client, finishing
 
     async def takes(self, sending: asyncio.Future[None]) -> None:
         """Until `sending` is done. Raises: _Stalled: the reader was cut."""
@@ -131,8 +133,8 @@ class _Progress:
             self._lease.release()
             return
         task = asyncio.create_task(self._rest(), name="rest of a part")
-        _finishing.add(task)
-        task.add_done_callback(_finishing.discard)
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
 
     async def _rest(self) -> None:
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -144,10 +146,11 @@ class _Progress:
             self._lease.release()
 
     async def _until(self, over: Callable[[], bool], sign: asyncio.Future[None]) -> None:
-        """Until `over`; looks when `sign` is done, and all LOOK_S."""
-        left, since = math.inf, time.monotonic()
+        """Until `over`; looks when `sign` is done, soon, then ever more rarely, but all LOOK_S."""
+        left, since, pause_s = math.inf, time.monotonic(), _FIRST_LOOK_S
         while True:
-            await asyncio.wait({sign}, timeout=LOOK_S)
+            await asyncio.wait({sign}, timeout=pause_s)
+            pause_s = min(2 * pause_s, LOOK_S)
             if over():
                 self._lease.extend()
                 return
@@ -158,9 +161,6 @@ class _Progress:
             elif time.monotonic() - since > STALL_S:
                 log.warning("cut a reader that took nothing for %g s", STALL_S)
                 raise _Stalled
-
-
-_finishing: set[asyncio.Task[None]] = set()  # a task without a reference may vanish
 
 
 class _PartReply(StreamingResponse):
@@ -202,7 +202,7 @@ def create_weights_app(root: Path, token: str | None) -> Starlette:
         Route("/weights/{policy}/{version:int}/delta", serving.delta),
         Route("/weights/{policy}/{version:int}/{name}", serving.file),
     ]
-    return create_app(routes, token=token)
+    return create_app(routes, token=token, lifespan=serving.lifespan)
 
 
 class _Serving:
@@ -211,6 +211,15 @@ class _Serving:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._stores: dict[str, FileStore] = {}
+        self._finishing: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Leases end with the server."""
+        yield
+        for task in self._finishing:
+            task.cancel()
+        await asyncio.gather(*self._finishing, return_exceptions=True)
 
     async def listing(self, request: Request) -> Response:
         policy = _policy(request)
@@ -256,7 +265,7 @@ class _Serving:
                 reply = Response(os.pread(fd, size, 0), media_type="application/json")
                 os.close(fd)
                 return reply
-            return _part_reply(request, fd, size, _Progress(lease, client_of(request.scope)))
+            return _part_reply(request, fd, size, _Progress(lease, client_of(request.scope), self._finishing))
         except BaseException:
             os.close(fd)
             raise

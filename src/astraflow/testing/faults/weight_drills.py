@@ -22,6 +22,7 @@ from typing import Any
 
 from astraflow.config.env import child_environment
 from astraflow.errors import WeightError
+from astraflow.testing import forked
 from astraflow.testing.faults.weight_actors import KEEP, POLICY, known, model
 from astraflow.testing.network.pacing import Conditions
 from astraflow.testing.network.shaper import Shaper
@@ -58,7 +59,7 @@ class Outcome:
 Drill = Callable[[Path], Outcome]
 
 
-def reader_killed(place: Path, popen: Popen = subprocess.Popen, kills: int = 2) -> Outcome:
+def reader_killed(place: Path, popen: Popen = forked.popen, kills: int = 2) -> Outcome:
     """`kill -9` of a reader at a third and two thirds of a version; the next process goes on where it was."""
     outcome = Outcome(f"reader killed {kills} times mid-fetch, started again")
     store = _publish(place, 0)
@@ -82,7 +83,7 @@ def reader_killed(place: Path, popen: Popen = subprocess.Popen, kills: int = 2) 
     return outcome
 
 
-def publisher_killed(place: Path, popen: Popen = subprocess.Popen, kills: int = 24, seed: int = 0) -> Outcome:
+def publisher_killed(place: Path, popen: Popen = forked.popen, kills: int = 24, seed: int = 0) -> Outcome:
     """`kill -9` of a publisher at random moments; all that is visible stays whole, and the next one goes on."""
     outcome, chance, halfway, newest = Outcome(f"publisher killed {kills} times"), random.Random(seed), 0, -1
     store, log = FileStore(place, POLICY), place / "began"

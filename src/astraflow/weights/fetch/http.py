@@ -73,8 +73,8 @@ class HttpReader:
                 if tries >= TRIES:
                     raise WeightError(
                         f"part {entry.name}", f"{filled} bytes",
-                        f"must have {entry.nbytes} and no byte came in {tries} tries, each of which waits "
-                        f"{self._client.timeout_s:g} s for one ({reason})",
+                        f"must have {entry.nbytes} and no byte came in {tries} tries of up to "
+                        f"{self._client.timeout_s:g} s each ({reason})",
                         "check the connection and the disk of the store",
                     )  # fmt: skip
                 self._closed.wait(_PAUSE_S * tries)
