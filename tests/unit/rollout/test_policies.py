@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from astraflow.config.schema import PolicySection
 from astraflow.engines.scripted import ScriptedEngine
+from astraflow.errors import ModelError
 from astraflow.rollout.policies import PolicyOptions, Weights, start_policy
+from astraflow.testing.engines.effective import run_config, write_model
+from astraflow.training.learner import Learner
 from astraflow.weights.client import WeightClient
 
 
@@ -26,3 +31,13 @@ async def test_nodes_and_runs_sample_noise_of_their_own(tmp_path, monkeypatch, c
         endpoint = await start_policy("actor", section, PolicyOptions(tmp_path, seed, node, 4, 1), weights)
         endpoint.engine.close()
     assert seeds[0] == seeds[1] != seeds[2]
+
+
+async def test_a_node_without_the_base_of_an_adapter_says_so(tmp_path):
+    model = write_model(tmp_path / "model", tied=True)
+    with closing(Learner(run_config(model, {"lora": {"rank": 2}}), "actor", tmp_path)) as learner:
+        weights = Weights("actor", WeightClient(None), lambda: None)
+        weights.announce(learner.store.latest())
+        section = learner.section.model_copy(update={"model": str(tmp_path / "elsewhere")})
+        with pytest.raises(ModelError, match="is the base of the published adapters and is not on this node"):
+            await start_policy("actor", section, PolicyOptions(tmp_path, 0, "n", 4, 1), weights)
