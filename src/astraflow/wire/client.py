@@ -143,7 +143,8 @@ class HttpClient:
     ) -> tuple[int, memoryview, Mapping[str, str]]:
         headers = {**self._headers, "content-type": content_type, **(extra or {})}
         headers = {name: value for name, value in headers.items() if value}
-        deadline = time.monotonic() + self.give_up_s
+        begin = time.monotonic()
+        deadline = begin + self.give_up_s
         attempt = 0
         failure: WireError
         cause: BaseException | None
@@ -151,7 +152,7 @@ class HttpClient:
             try:
                 return self._once(method, path, body, headers, wait_s)
             except OSError as error:
-                failure, cause = self._unreachable(path, error), error
+                failure, cause = self._unreachable(path, error, time.monotonic() - begin), error
             except WireError as error:
                 if error.status not in (DISK_FULL, AWAY):
                     raise
@@ -164,9 +165,9 @@ class HttpClient:
                 raise failure from cause
             self.num_retries += 1
 
-    def _unreachable(self, path: str, error: Exception) -> WireError:
+    def _unreachable(self, path: str, error: Exception, waited_s: float) -> WireError:
         return Unreachable(
-            f"url={self.base_url}{path} gave no answer in {self.give_up_s:.0f} s ({_reason(error)}); "
+            f"url={self.base_url}{path} gave no answer in {max(self.give_up_s, waited_s):.0f} s ({_reason(error)}); "
             "check that the service runs and that the URL and port are right"
         )
 
