@@ -59,10 +59,11 @@ def run_trainer(dataflow: str, policy: str, run_dir: Path, *, threads: int = 0, 
             if run.finished and latest_checkpoint(run_dir / "checkpoints" / policy, config.run.steps):
                 log.info("run %s is over", run.run)
                 return 0
-            learner = Learner(config, policy, run_dir, threads, stop.is_set)
-            stack.callback(learner.close)
+            # Before the warm start: with version 0, nodes must not wait for it.
             server = start_server(run_dir / "weights", config.weights.host, config.weights.port, token)
             stack.callback(server.stop)
+            learner = Learner(config, policy, run_dir, threads, stop.is_set)
+            stack.callback(learner.close)
             there = announced(server, policy, config.weights, dataflow)
             session.mirror(learner.store)
             session.resume(learner.version, (learner.store.url, there))
