@@ -1,6 +1,6 @@
 """From losses per token to one number, independent of how the batch was cut into microbatches.
 
-Both ways give a coefficient per token; the loss of a step is the sum over its microbatches of
+Each way gives a coefficient per token; the loss of a step is the sum over its microbatches of
 `(coefficient * token_loss).sum()`. The denominators are those of the whole batch and are passed in.
 """
 
@@ -10,8 +10,20 @@ from typing import Literal
 
 import torch
 
-Aggregation = Literal["token", "sequence"]
-AGGREGATIONS: tuple[Aggregation, ...] = ("token", "sequence")
+Aggregation = Literal["token", "sequence"] | float
+"""Mean over tokens, mean over sequences of their means, or (a number) mean over sequences of their sums / number."""
+
+
+def coefficients(
+    aggregation: Aggregation, weights: torch.Tensor, tokens_of_sequence: torch.Tensor, num_tokens: int,
+    num_sequences: int,
+) -> torch.Tensor:  # fmt: skip
+    """The coefficients [N] of a loss that asks for `aggregation`. Args: weights, tokens_of_sequence: [N]."""
+    if aggregation == "token":
+        return token_coefficients(weights, num_tokens)
+    if aggregation == "sequence":
+        return sequence_coefficients(weights, tokens_of_sequence, num_sequences)
+    return constant_coefficients(weights, float(aggregation), num_sequences)
 
 
 def token_coefficients(weights: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -29,3 +41,12 @@ def sequence_coefficients(weights: torch.Tensor, tokens_of_sequence: torch.Tenso
     Source: GRPO, arXiv:2402.03300 equation 3.
     """
     return weights / (tokens_of_sequence * num_sequences)
+
+
+def constant_coefficients(weights: torch.Tensor, constant: float, num_sequences: int) -> torch.Tensor:
+    """Sums of sequences over a constant: w / (`constant` * `num_sequences`). [N] -> [N]
+
+    Why: neither the length of a sequence nor that of its batch changes what one of its tokens counts.
+    Source: Dr. GRPO, arXiv:2503.20783 section 3.2 and appendix A.
+    """
+    return weights / (constant * num_sequences)

@@ -69,8 +69,8 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "reward_model": "astraflow.stages.reward_model:RewardModel",
     },
     "losses": {
-        "ppo_clip": "astraflow.algorithms.losses:PpoClip",
-        "m2po": "astraflow.algorithms.losses:M2po",
+        "ppo_clip": "astraflow.algorithms.losses.ppo_clip:PpoClip",
+        "m2po": "astraflow.algorithms.losses.m2po:M2po",
     },
     "engines": {
         "local": "astraflow.engines.local:LocalEngine",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from astraflow.algorithms.losses import PolicyLoss
+from astraflow.algorithms.losses.contract import PolicyLoss
 from astraflow.config.env import cache_dir
 from astraflow.config.rooms import build, check_options, resolve
 from astraflow.config.schema import PolicySection, RunConfig

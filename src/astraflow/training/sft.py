@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from astraflow.algorithms.aggregate import Aggregation
+from astraflow.algorithms.losses.contract import LocalLoss, Metrics, Prepared, TrainedTokens
 from astraflow.config.rooms import build
 from astraflow.config.schema import OptimizerSection, RunConfig, WarmStartSection
 from astraflow.contracts import Source
@@ -31,25 +31,15 @@ Example = tuple[np.ndarray, np.ndarray]
 log = logging.getLogger(__name__)
 
 
-class NegativeLogLikelihood:
-    """-log p per demonstrated token."""
+class NegativeLogLikelihood(LocalLoss):
+    """-log p per demonstrated token; everything else about it is ignored."""
 
-    aggregation: Aggregation = "token"
-    needs_batch = False
-    corrects_off_policy = False
+    def __init__(self) -> None:
+        super().__init__("token")
 
-    def prepare(self, policy_logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, advantages: torch.Tensor) -> None:
-        """Nothing."""
-
-    def __call__(
-        self,
-        policy_logprobs: torch.Tensor,
-        behavior_logprobs: torch.Tensor,
-        advantages: torch.Tensor,
-        prepared: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See `algorithms.losses.PolicyLoss`; everything but the policy's logprobs is ignored."""
-        return -policy_logprobs, {}
+    def __call__(self, tokens: TrainedTokens, prepared: Prepared = None) -> tuple[torch.Tensor, Metrics]:
+        """See `PolicyLoss`."""
+        return -tokens.policy_logprobs, {}
 
 
 class Demonstrations:

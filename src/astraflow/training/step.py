@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from astraflow.algorithms.aggregate import sequence_coefficients, token_coefficients
-from astraflow.algorithms.importance import log_ratios, ratio_sums
-from astraflow.algorithms.losses import PolicyLoss, Prepared
+from astraflow.algorithms.aggregate import coefficients
+from astraflow.algorithms.importance import effective_share, log_ratios, ratio_sums
+from astraflow.algorithms.losses.contract import PolicyLoss, Prepared, TrainedTokens
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import TrainingError
 from astraflow.models.scoring.forward import packed_logprobs, prepare_model
@@ -97,9 +97,9 @@ class Stepper:
         metrics = {"lr": learning_rate(self.settings.optimizer, number, self.settings.total_steps)}
         metrics |= batch_metrics(packs, version)
         if packs:
-            totals = self._accumulate(packs, int(metrics["tokens"]), int(metrics["sequences"]))
+            totals = self._accumulate(packs, metrics, version)
             trained = time.perf_counter()
-            metrics |= self._update(totals, int(metrics["tokens"]), metrics["lr"])
+            metrics |= self._update(totals, metrics)
             metrics["perf/forward_backward_s"] = trained - packed
             metrics["perf/optimizer_s"] = time.perf_counter() - trained
         self.counts.step = number
@@ -109,28 +109,25 @@ class Stepper:
         metrics["perf/tokens_per_s"] = metrics["input_tokens"] / metrics["perf/step_s"]
         return metrics
 
-    def _accumulate(self, packs: list[Pack], num_tokens: int, num_sequences: int) -> _Totals:
-        prepared = self._prepare(packs) if self.loss.needs_batch and len(packs) > 1 else None
+    def _accumulate(self, packs: list[Pack], sizes_of_batch: dict[str, float], version: int) -> _Totals:
+        num_tokens, num_sequences = int(sizes_of_batch["tokens"]), int(sizes_of_batch["sequences"])
+        prepared = self._prepare(packs, version) if self.loss.needs_batch and len(packs) > 1 else None
         totals = _Totals()
         for pack in packs:
             logprobs, entropies = self._logprobs(pack)
-            behavior, advantages, weights = (
-                torch.from_numpy(x).to(logprobs.device) for x in (pack.behavior_logprobs, pack.advantages, pack.weights)
-            )
-            losses, sums = self.loss(logprobs, behavior, advantages, prepared)
-            if self.loss.aggregation == "token":
-                coefficients = token_coefficients(weights, num_tokens)
-            else:
-                sizes = np.bincount(pack.target_sequence)[pack.target_sequence].astype(np.float32)
-                sizes_on_device = torch.from_numpy(sizes).to(logprobs.device)
-                coefficients = sequence_coefficients(weights, sizes_on_device, num_sequences)
+            tokens = trained_tokens([pack], logprobs, version)
+            losses, sums = self.loss(tokens, prepared)
+            weights = torch.from_numpy(pack.weights).to(logprobs.device)
+            sizes = tokens.lengths[tokens.sequences]
+            factors = coefficients(self.loss.aggregation, weights, sizes, num_tokens, num_sequences)
             if self.settings.entropy:
                 losses = losses - self.settings.entropy * entropies
-            loss = (coefficients * losses).sum()
+            loss = (factors * losses).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
-                log_ratio = log_ratios(logprobs, behavior)
-                for name, value in (sums | ratio_sums(log_ratio)).items():
+                log_ratio = log_ratios(logprobs, tokens.behavior_logprobs)
+                ratios = ratio_sums(log_ratio, tokens.sequences, len(tokens.lengths))
+                for name, value in (sums | ratios).items():
                     totals.add(name, value)
                 totals.add("loss", loss.detach())
                 totals.add("entropy", entropies.detach().sum())
@@ -140,13 +137,9 @@ class Stepper:
         return totals
 
     @torch.no_grad()
-    def _prepare(self, packs: list[Pack]) -> Prepared:
+    def _prepare(self, packs: list[Pack], version: int) -> Prepared:
         logprobs = torch.cat([self._logprobs(pack)[0] for pack in packs])
-        behavior, advantages = (
-            torch.from_numpy(np.concatenate(x)).to(logprobs.device)
-            for x in ([p.behavior_logprobs for p in packs], [p.advantages for p in packs])
-        )
-        return self.loss.prepare(logprobs, behavior, advantages)
+        return self.loss.prepare(trained_tokens(packs, logprobs, version))
 
     def _logprobs(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
         if self._should_stop():
@@ -157,7 +150,8 @@ class Stepper:
         with context:
             return packed_logprobs(self.model, pack, self.settings.temperature)
 
-    def _update(self, totals: _Totals, num_tokens: int, lr: float) -> dict[str, float]:
+    def _update(self, totals: _Totals, batch: dict[str, float]) -> dict[str, float]:
+        num_tokens = batch["tokens"]
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.optimizer.grad_clip)
         assert totals.largest_log_ratio is not None
         names = list(totals.sums)
@@ -167,20 +161,23 @@ class Stepper:
         loss = by_name.pop("loss")
         if np.isfinite(loss) and np.isfinite(grad_norm):
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = batch["lr"]
             self.optimizer.step()
             self.counts.skipped_in_a_row = 0
         else:
             self._skip(loss, grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
-        ratio = by_name.pop("ratio") / num_tokens
+        ratio, squares = by_name.pop("ratio"), by_name.pop("ratio_squares")
+        whole, whole_squares = by_name.pop("sequence_ratio"), by_name.pop("sequence_ratio_squares")
         return {
             "loss": loss,
             "grad_norm": grad_norm,
             "policy/entropy": by_name.pop("entropy") / num_tokens,
             "policy/approx_kl": by_name.pop("approx_kl") / num_tokens,
-            "policy/ratio_mean": ratio,
+            "policy/ratio_mean": ratio / num_tokens,
             "policy/ratio_max": float(np.exp(largest)),
+            "policy/ess": effective_share(ratio, squares, num_tokens),
+            "policy/ess_sequences": effective_share(whole, whole_squares, batch["sequences"]),
             **{name: value / num_tokens for name, value in by_name.items()},
         }
 
@@ -193,6 +190,21 @@ class Stepper:
                 "loss", loss, f"or its gradient ({grad_norm}) was not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row",
                 "lower optimizer.lr or optimizer.grad_clip, and look at policy/ratio_max and logprob_gap/p99",
             )  # fmt: skip
+
+
+def trained_tokens(packs: list[Pack], logprobs: torch.Tensor, version: int) -> TrainedTokens:
+    """What a loss sees of `packs`, whose targets have `logprobs` under the weights as they are, of `version`."""
+
+    def column(parts: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(logprobs.device)
+
+    return TrainedTokens.of(
+        logprobs,
+        column([p.behavior_logprobs for p in packs]),
+        column([p.advantages for p in packs]),
+        column([np.bincount(p.target_sequence) for p in packs]),
+        column([(version - p.versions).astype(np.float32) for p in packs]),
+    )
 
 
 def batch_metrics(packs: list[Pack], version: int) -> dict[str, float]:

@@ -9,19 +9,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow.algorithms.aggregate import sequence_coefficients, token_coefficients
 from astraflow.algorithms.importance import log_ratios, ratio_sums
-from astraflow.algorithms.losses import M2po, PpoClip
+from astraflow.algorithms.losses.contract import TrainedTokens
+from astraflow.algorithms.losses.m2po import M2po
+from astraflow.algorithms.losses.ppo_clip import PpoClip
 from astraflow.errors import Problem
 
 finite = st.floats(-1e4, 0.0, width=32)
 tokens = st.lists(st.tuples(finite, finite, st.floats(-10, 10, width=32)), min_size=1, max_size=40)
 
 
+def _tokens(policy, behavior, advantages):
+    return TrainedTokens.of(policy, behavior, advantages, torch.tensor([len(policy)]))
+
+
 def _run(loss, ratios, advantages, prepared=None):
     """Losses, gradient per token and sums, for behaviour logprobs of -1."""
     policy = (torch.tensor(ratios).log() - 1).requires_grad_()
-    losses, sums = loss(policy, torch.full_like(policy, -1.0).detach(), torch.tensor(advantages), prepared)
+    losses, sums = loss(_tokens(policy, torch.full_like(policy, -1.0).detach(), torch.tensor(advantages)), prepared)
     (gradient,) = torch.autograd.grad(losses.sum(), policy)
     return losses.detach(), gradient, sums
 
@@ -51,7 +56,7 @@ def test_losses_and_gradients_are_finite_for_any_logprobs(rows):
     policy, behavior, advantages = (torch.tensor(column, dtype=torch.float32) for column in zip(*rows, strict=True))
     for loss in (PpoClip(), PpoClip(dual_clip=2.0), M2po(), M2po(threshold=1e-3)):
         leaf = policy.clone().requires_grad_()
-        losses, sums = loss(leaf, behavior, advantages)
+        losses, sums = loss(_tokens(leaf, behavior, advantages))
         (gradient,) = torch.autograd.grad(losses.sum(), leaf)
         assert losses.isfinite().all() and gradient.isfinite().all()
         assert all(value.isfinite() for value in sums.values())
@@ -68,7 +73,7 @@ def test_m2po_leaves_a_near_batch_alone():
 def test_m2po_drops_the_fewest_largest_outward_tokens(rows, threshold):
     policy, behavior, advantages = (torch.tensor(column, dtype=torch.float32) for column in zip(*rows, strict=True))
     leaf = policy.clone().requires_grad_()
-    losses, sums = M2po(threshold=threshold, max_log_ratio=10.0)(leaf, behavior, advantages)
+    losses, sums = M2po(threshold=threshold, max_log_ratio=10.0)(_tokens(leaf, behavior, advantages))
     (gradient,) = torch.autograd.grad(losses.sum(), leaf)
     log_ratio = log_ratios(policy, behavior)
     outward = log_ratio * advantages.sign() > 0
@@ -96,11 +101,12 @@ def test_m2po_prepared_on_the_batch_does_not_depend_on_the_cut():
     policy, behavior = (torch.randn(64, generator=generator) for _ in range(2))
     advantages = torch.randn(64, generator=generator)
     loss = M2po()
-    whole, _ = loss(policy, behavior, advantages)
-    prepared = loss.prepare(policy, behavior, advantages)
-    parts = [loss(*(x[i : i + 7] for x in (policy, behavior, advantages)), prepared)[0] for i in range(0, 64, 7)]
+    whole, _ = loss(_tokens(policy, behavior, advantages))
+    prepared = loss.prepare(_tokens(policy, behavior, advantages))
+    pieces = [_tokens(*(x[i : i + 7] for x in (policy, behavior, advantages))) for i in range(0, 64, 7)]
+    parts = [loss(piece, prepared)[0] for piece in pieces]
     assert torch.equal(whole, torch.cat(parts))
-    alone = torch.cat([loss(*(x[i : i + 7] for x in (policy, behavior, advantages)))[0] for i in range(0, 64, 7)])
+    alone = torch.cat([loss(piece)[0] for piece in pieces])
     assert not torch.equal(whole, alone), "a cut without preparation should matter, or this test shows nothing"
 
 
@@ -120,15 +126,7 @@ def test_a_wrong_option_is_named(make, setting):
         make()
 
 
-def test_coefficients_do_not_depend_on_the_cut():
-    weights = torch.tensor([1.0, 1.0, 1.0, 2.0, 2.0])
-    sizes = torch.tensor([3.0, 3.0, 3.0, 2.0, 2.0])
-    assert torch.allclose(token_coefficients(weights, 5), weights / 5)
-    by_sequence = sequence_coefficients(weights, sizes, 2)
-    assert by_sequence[:3].sum() == pytest.approx(0.5) and by_sequence[3:].sum() == pytest.approx(1.0)
-
-
 @given(tokens)
 def test_approximate_kl_is_never_negative(rows):
     policy, behavior, _ = (torch.tensor(column) for column in zip(*rows, strict=True))
-    assert ratio_sums(log_ratios(policy, behavior))["approx_kl"] >= 0
+    assert ratio_sums(log_ratios(policy, behavior), torch.zeros(len(policy), dtype=torch.int64), 1)["approx_kl"] >= 0

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from astraflow.algorithms.losses import PpoClip
+from astraflow.algorithms.losses.ppo_clip import PpoClip
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import ModelError, TrainingError
 from astraflow.models.checkpoints import latest_checkpoint

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from astraflow.algorithms.losses import PpoClip
+from astraflow.algorithms.losses.ppo_clip import PpoClip
 from astraflow.config.schema import RunConfig
 from astraflow.errors import ConfigError
 from astraflow.training.learner import Learner

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from astraflow.algorithms.losses import M2po, PpoClip
+from astraflow.algorithms.losses.m2po import M2po
+from astraflow.algorithms.losses.ppo_clip import PpoClip
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import TrainingError
 from astraflow.models.scoring.packing import rows_from_table
