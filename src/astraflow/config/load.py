@@ -74,16 +74,23 @@ def _rebase(raw: dict[str, Any], base: Path | None) -> dict[str, Any]:
     """Paths in a run file are relative to the file, wherever the command is run."""
     if base is None:
         return raw
-    for table in [*_tables(raw.get("sources")), *_tables(raw.get("policies"))]:
-        for key in ("path", "model"):
-            value = table.get(key)
-            if isinstance(value, str) and not Path(value).is_absolute() and (base / value).exists():
-                table[key] = str((base / value).resolve())
+    policies = _tables(raw.get("policies"))
+    named = [(table, key) for table in [*_tables(raw.get("sources")), *policies] for key in ("path", "model")]
+    named += [(kl, "reference") for policy in policies if (kl := _table(_table(policy, "algorithm"), "kl"))]
+    for table, key in named:
+        value = table.get(key)
+        if isinstance(value, str) and value and not Path(value).is_absolute() and (base / value).exists():
+            table[key] = str((base / value).resolve())
     return raw
 
 
 def _tables(section: Any) -> list[dict[str, Any]]:
     return [t for t in section.values() if isinstance(t, dict)] if isinstance(section, dict) else []
+
+
+def _table(section: dict[str, Any], key: str) -> dict[str, Any]:
+    value = section.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def _apply(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -243,6 +250,8 @@ def torch_components(config: RunConfig) -> Iterator[tuple[str, str, Component]]:
     for name, policy in config.policies.items():
         yield f"policies.{name}.engine", "engines", policy.engine
         yield f"policies.{name}.algorithm.loss", "losses", policy.algorithm.loss
+        for i, correction in enumerate(policy.algorithm.corrections):
+            yield f"policies.{name}.algorithm.corrections.{i}", "corrections", correction
         if policy.tool_parser != "auto":
             yield f"policies.{name}.tool_parser", "tool_parsers", Component(type=policy.tool_parser)
 

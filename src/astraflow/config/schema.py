@@ -100,12 +100,27 @@ class EngineSection(Component):
     type: str = "local"
 
 
+class KlSection(Strict):
+    """algorithm.kl: a penalty on the distance from a reference policy."""
+
+    coef: float = Field(0.001, gt=0, description="penalty per nat")
+    place: Literal["loss", "reward"] = Field("loss", description="reward: subtracted from advantages, no gradient")
+    estimator: Literal["k1", "k2", "k3"] | None = Field(None, description="none: k3 in the loss, k1 in the reward")
+    reference: str = Field("", description="empty: a stage's column, else version 0; stage: the column; or a model")
+
+    @property
+    def estimator_used(self) -> str:
+        """`estimator`, or the one that goes with `place`."""
+        return self.estimator or ("k3" if self.place == "loss" else "k1")
+
+
 class AlgorithmSection(Strict):
     """algorithm: how credit becomes a gradient."""
 
     advantage: Spec = Component(type="grpo")
     loss: Spec = Component(type="ppo_clip")
     entropy: float = Field(0.0, ge=0, description="bonus on the entropy of trained tokens, loss per nat")
+    kl: KlSection | None = None
 
 
 class BatchSection(Strict):

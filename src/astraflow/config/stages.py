@@ -24,6 +24,8 @@ ROW_COLUMNS = (
 """Columns of every row; a test holds them equal to `wire.codec.TRAJECTORY_SCHEMA`."""
 TASK_COLUMN = "task"
 """The task's fields as JSON text; made by the worker from the header of its lease."""
+REFERENCE_STAGE = "stage"
+"""`algorithm.kl.reference` that asks for the column of a stage."""
 _TAKEN = (*(c for c in ROW_COLUMNS if c != "reward"), TASK_COLUMN, "advantages", "weight")
 
 
@@ -66,8 +68,40 @@ def stage_problems(config: RunConfig) -> list[str]:
         problems += _contract_problems(target, where, section.type)
     if not problems:
         plans = {name: _plan(config, name, section) for name, section in config.stages.items()}
-        problems += [*_twice(plans), *_unknown(plans), *_circles(plans)]
+        problems += [*_twice(plans), *_unknown(plans), *_circles(plans), *reference_problems(config)]
     return problems
+
+
+def reference_stage(config: RunConfig, policy: str) -> str | None:
+    """The stage that adds `ref_logprobs` to rows of `policy`. Raises: Problem: a stage that cannot be imported."""
+    for name, section in config.stages.items():
+        if policy in (section.policies or config.policies) and "ref_logprobs" in _plan(config, name, section).adds:
+            return name
+    return None
+
+
+def reference_problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong with [policies.<p>.algorithm.kl]; [stages] has no problems."""
+    for name, policy in config.policies.items():
+        kl, where = policy.algorithm.kl, f"policies.{name}.algorithm.kl"
+        if kl is None:
+            continue
+        if kl.place == "loss" and kl.estimator == "k1":
+            yield (
+                f"{where}.estimator='k1' has the same gradient in the loss whatever the reference is; use 'k2' or "
+                f"'k3', or set {where}.place to 'reward'"
+            )
+        stage = reference_stage(config, name)
+        if kl.reference == REFERENCE_STAGE and stage is None:
+            yield (
+                f"{where}.reference={kl.reference!r} needs a stage that adds 'ref_logprobs' to rows of {name!r}; "
+                "add [stages.ref] with type = 'ref_logprobs', or leave it out: the trainer then scores version 0 itself"
+            )
+        elif kl.reference not in ("", REFERENCE_STAGE) and stage is not None:
+            yield (
+                f"{where}.reference={kl.reference!r} cannot be beside stages.{stage}, which adds 'ref_logprobs' to "
+                f"rows of {name!r}; leave one of them out, or give the model as stages.{stage}.model"
+            )
 
 
 def _plan(config: RunConfig, name: str, section: StageSection) -> StagePlan:

@@ -7,7 +7,7 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -19,10 +19,11 @@ from astraflow.config.env import cache_dir
 from astraflow.config.load import torch_components
 from astraflow.config.rooms import ROOMS, build, check_options, resolve
 from astraflow.config.schema import RunConfig
+from astraflow.config.stages import REFERENCE_STAGE
 from astraflow.dataflow.machine.plan import plan_of
 from astraflow.dataflow.operators.chain import chain_of
 from astraflow.dataflow.operators.source.chain import source_chain_of
-from astraflow.errors import AstraFlowError, ConfigError, Problem, SourceError
+from astraflow.errors import AstraFlowError, ConfigError, ModelError, Problem, SourceError
 from astraflow.observe.trackers import TRACKERS
 from astraflow.stages.context import StageRun, build_stage
 from astraflow.types import SourceView, Task
@@ -89,8 +90,8 @@ def stage_start_problems(config: RunConfig) -> list[str]:
 def missing_packages(config: RunConfig) -> list[str]:
     """Packages that this run needs and this machine lacks, one sentence each."""
     needed = list(TORCH_STACK)
-    for policy in config.policies.values():
-        needed += BUILT_IN_MODELS.get(policy.model, ())
+    for _, model in _models(config):
+        needed += BUILT_IN_MODELS.get(model, ())
     fixes = dict(FIXES)
     for tracker in config.observe.trackers:
         module = TRACKERS[tracker][0].partition(".")[0]
@@ -117,7 +118,7 @@ def torch_problems(config: RunConfig) -> list[str]:
         try:
             target = resolve(room, component.type, f"{where}.type")
             found = check_options(target, component.options, where, {"model_dir"} if room == "engines" else set())
-            if room == "losses" and not found:
+            if room in ("losses", "corrections") and not found:
                 target(**component.options)  # values are checked by what they make
         except Problem as error:
             found = [str(error)]
@@ -130,15 +131,24 @@ def model_problems(config: RunConfig) -> list[str]:
     loads torch.
     """
     problems = []
-    for name, policy in config.policies.items():
-        if policy.model not in BUILT_IN_MODELS:
+    for setting, model in _models(config):
+        if model not in BUILT_IN_MODELS:
             from astraflow.models.registry import model_directory
 
             try:
-                model_directory(policy.model, cache_dir(), config.run.seed)
-            except AstraFlowError as error:
-                problems.append(f"policies.{name}.{error}")
+                model_directory(model, cache_dir(), config.run.seed)
+            except ModelError as error:
+                problems.append(str(Problem(setting, error.value, error.rule, error.fix)))
     return problems
+
+
+def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings that name a model, and the name."""
+    for name, policy in config.policies.items():
+        yield f"policies.{name}.model", policy.model
+        kl = policy.algorithm.kl
+        if kl is not None and kl.reference not in ("", REFERENCE_STAGE):
+            yield f"policies.{name}.algorithm.kl.reference", kl.reference
 
 
 def check_ports(config: RunConfig) -> None:

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 class RefLogprobs:
     """Adds `ref_logprobs`: `log_softmax(logits / temperature)` of each sampled token, 0 where a token was given.
 
-    For a trainer that reads it; no loss of ours does. The reference is version 0 of the policy of a row: its `model`,
-    after the warm start if there is one. The same packing, attention and projection as in the trainer, so both
+    The trainer's KL penalty (`policies.*.algorithm.kl`) reads it. The reference is version 0 of a row's policy: its
+    `model`, after the warm start if there is one. The same packing, attention and projection as in the trainer, so both
     give the same numbers at version 0.
     """
 

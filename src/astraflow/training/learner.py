@@ -16,6 +16,7 @@ from astraflow.config.env import cache_dir
 from astraflow.config.rooms import build, check_options, resolve
 from astraflow.config.schema import PolicySection, RunConfig
 from astraflow.config.serving import off_policy_problems
+from astraflow.config.stages import reference_stage
 from astraflow.errors import ConfigError
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.registry import model_directory
@@ -28,6 +29,7 @@ from astraflow.training.checkpoint import (
     optimizer_tensors,
     save_checkpoint,
 )
+from astraflow.training.reference import KlPenalty, load_reference
 from astraflow.training.sft import warm_start
 from astraflow.training.step import StepCounts, Stepper, StepSettings
 from astraflow.training.trained import load_trained
@@ -90,6 +92,7 @@ class Learner:
             self._restore(load_state(resumed))
             log.info("resumed at version %d from %s", self.version, resumed)
         self._remember_and_publish()
+        self.stepper.penalty = self._penalty()
 
     def train(self, table: pa.Table) -> dict[str, float]:
         """One step on the rows of a batch; the next version is under way when this returns: readers wait for it.
@@ -162,6 +165,18 @@ class Learner:
             autocast=self._bfloat16,
         )
         return Stepper(self.model, loss, settings, self._should_stop)
+
+    def _penalty(self) -> KlPenalty | None:
+        """Version 0 is published already: after a warm start it is the reference."""
+        section = self.section.algorithm.kl
+        if section is None:
+            return None
+        reference = None
+        if reference_stage(self.config, self.policy) is None:
+            reference = load_reference(
+                self.config, self.policy, self.model, self._directory, lambda: self.store.fetch(0)
+            )
+        return KlPenalty(section, self.section.sampling.temperature, reference)
 
     def _start_fresh(self) -> None:
         section = self.section.warm_start

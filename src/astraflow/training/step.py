@@ -29,6 +29,7 @@ from astraflow.errors import TrainingError
 from astraflow.models.scoring.forward import packed_logprobs, prepare_model
 from astraflow.models.scoring.packing import Pack, TokenRows, pack_rows
 from astraflow.training.feed.session import Interrupted
+from astraflow.training.reference import KlPenalty
 
 MAX_SKIPPED_IN_A_ROW = 3
 
@@ -83,6 +84,7 @@ class Stepper:
         self._should_stop = should_stop  # asked before each pack
         self.optimizer = build_optimizer(model, settings.optimizer)
         self.counts = StepCounts()
+        self.penalty: KlPenalty | None = None
 
     def step(self, rows: TokenRows, version: int) -> dict[str, float]:
         """Train on `rows` with weights of `version`; returns metrics by slash name.
@@ -96,11 +98,14 @@ class Stepper:
         number = self.counts.step + 1
         metrics = {"lr": learning_rate(self.settings.optimizer, number, self.settings.total_steps)}
         metrics |= batch_metrics(packs, version)
+        if packs and self.penalty is not None:
+            packs = self.penalty.prepare(packs, self._pass)
+            metrics["perf/reference_s"] = time.perf_counter() - packed
         if packs:
             totals = self._accumulate(packs, metrics, version)
             trained = time.perf_counter()
             metrics |= self._update(totals, metrics)
-            metrics["perf/forward_backward_s"] = trained - packed
+            metrics["perf/forward_backward_s"] = trained - packed - metrics.get("perf/reference_s", 0.0)
             metrics["perf/optimizer_s"] = time.perf_counter() - trained
         self.counts.step = number
         metrics["skipped_steps"] = float(self.counts.skipped)
@@ -122,6 +127,9 @@ class Stepper:
             factors = coefficients(self.loss.aggregation, weights, sizes, num_tokens, num_sequences)
             if self.settings.entropy:
                 losses = losses - self.settings.entropy * entropies
+            if self.penalty is not None:
+                added, of_penalty = self.penalty(logprobs, pack)
+                losses, sums = losses + added, sums | of_penalty
             loss = (factors * losses).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
@@ -142,13 +150,16 @@ class Stepper:
         return self.loss.prepare(trained_tokens(packs, logprobs, version))
 
     def _logprobs(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._pass():
+            return packed_logprobs(self.model, pack, self.settings.temperature)
+
+    def _pass(self) -> contextlib.AbstractContextManager[object]:
+        """What a forward pass runs under. Raises: StepInterrupted."""
         if self._should_stop():
             self.optimizer.zero_grad(set_to_none=True)
             raise StepInterrupted
         device = self.model.device.type
-        context = torch.autocast(device, torch.bfloat16) if self.settings.autocast else contextlib.nullcontext()
-        with context:
-            return packed_logprobs(self.model, pack, self.settings.temperature)
+        return torch.autocast(device, torch.bfloat16) if self.settings.autocast else contextlib.nullcontext()
 
     def _update(self, totals: _Totals, batch: dict[str, float]) -> dict[str, float]:
         num_tokens = batch["tokens"]

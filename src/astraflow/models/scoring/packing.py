@@ -29,6 +29,7 @@ class TokenRows:
     versions: np.ndarray  # [T] int32, -1 where not sampled
     weights: np.ndarray  # [R] float32 >= 0; a row of weight 0 is not trained
     places: np.ndarray | None = None  # [T] int64 into the flat columns of the table; None: in their order
+    ref_logprobs: np.ndarray | None = None  # [T] float32 of a stage; None: not given to every row
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Pack:
     advantages: np.ndarray  # [N] float32
     weights: np.ndarray  # [N] float32
     versions: np.ndarray  # [N] int32
+    ref_logprobs: np.ndarray | None = None  # [N] float32; None: not known
 
     @property
     def num_targets(self) -> int:
@@ -72,9 +74,16 @@ def rows_from_table(table: pa.Table) -> TokenRows:
         advantages=flat_values(table.column("advantages")),
         versions=flat_values(table.column("versions")),
         weights=table.column("weight").to_numpy(),
+        ref_logprobs=_ref_logprobs(table),
     )
     parents = table.column("parent_branch").to_numpy()
     return rows if (parents < 0).all() else _expand_forks(table, rows, parents)
+
+
+def _ref_logprobs(table: pa.Table) -> np.ndarray | None:
+    if "ref_logprobs" not in table.column_names or table.column("ref_logprobs").null_count:
+        return None
+    return flat_values(table.column("ref_logprobs"))
 
 
 def rows_to_score(table: pa.Table) -> TokenRows:
@@ -167,6 +176,7 @@ def _one_pack(
         advantages=rows.advantages[targets],
         weights=rows.weights[kept][sequence],
         versions=rows.versions[targets],
+        ref_logprobs=None if rows.ref_logprobs is None else rows.ref_logprobs[targets],
     )
 
 
@@ -228,6 +238,7 @@ def _expand_forks(table: pa.Table, rows: TokenRows, parents: np.ndarray) -> Toke
         versions=rows.versions[source],
         weights=rows.weights,
         places=source,
+        ref_logprobs=None if rows.ref_logprobs is None else rows.ref_logprobs[source],
     )
 
 
