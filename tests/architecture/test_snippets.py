@@ -41,6 +41,17 @@ class FakeLLM:
         return SimpleNamespace(content="2", tool_calls=[], finish_reason="stop", message={"role": "assistant"})
 
 
+def _check_loss(loss: Any) -> None:
+    torch = pytest.importorskip("torch")
+    from astraflow.algorithms.losses.contract import TrainedTokens
+
+    policy = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    tokens = TrainedTokens.of(policy, torch.full((3,), -1.0), torch.tensor([1.0, 1.0, -1.0]), torch.tensor([2, 1]))
+    losses, sums = loss(tokens, loss.prepare(tokens))
+    losses.sum().backward()
+    assert losses.shape == (3,) and policy.grad is not None and all(value.ndim == 0 for value in sums.values())
+
+
 @pytest.mark.parametrize("text", blocks("python"))
 def test_python_plays(text: str) -> None:
     names: dict[str, Any] = {}
@@ -54,6 +65,8 @@ def test_python_plays(text: str) -> None:
             check_operator(thing, [group([1.0, 0.0]), group([0.0, 1.0, 1.0], row=1), group([0.0, 1.0], row=2)])
         elif inspect.isclass(thing) and "adds" in vars(thing):
             check_stage(thing())
+        elif inspect.isclass(thing) and "aggregation" in vars(thing()):
+            _check_loss(thing())
         elif inspect.isclass(thing):
             source = thing()
             assert len(source) > 0 and json.dumps(source.row(0)) and source.fingerprint()

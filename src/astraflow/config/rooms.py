@@ -71,6 +71,16 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
     "losses": {
         "ppo_clip": "astraflow.algorithms.losses.ppo_clip:PpoClip",
         "m2po": "astraflow.algorithms.losses.m2po:M2po",
+        "reinforce": "astraflow.algorithms.losses.reinforce:Reinforce",
+        "gspo": "astraflow.algorithms.losses.gspo:Gspo",
+        "cispo": "astraflow.algorithms.losses.cispo:Cispo",
+        "sapo": "astraflow.algorithms.losses.sapo:Sapo",
+        "decoupled_ppo": "astraflow.algorithms.losses.decoupled_ppo:DecoupledPpo",
+    },
+    "corrections": {
+        "truncate": "astraflow.algorithms.corrections:Truncate",
+        "mask": "astraflow.algorithms.corrections:Mask",
+        "reject": "astraflow.algorithms.corrections:Reject",
     },
     "engines": {
         "local": "astraflow.engines.local:LocalEngine",
@@ -84,8 +94,10 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-CORRECTS_OFF_POLICY = frozenset({"m2po"})
+CORRECTS_OFF_POLICY = frozenset({"m2po", "decoupled_ppo"})
 """Losses of the room whose class says `corrects_off_policy`, written here too because the classes load torch."""
+WEIGHING_CORRECTIONS = frozenset({"truncate", "mask"})
+"""Corrections whose class says `weighs`: any loss is right with one."""
 
 
 def find(room: str, type_name: str, where: str) -> str:

@@ -119,6 +119,7 @@ class AlgorithmSection(Strict):
 
     advantage: Spec = Component(type="grpo")
     loss: Spec = Component(type="ppo_clip")
+    corrections: list[Spec] = Field([], description="factors on the loss for data of other policies")
     entropy: float = Field(0.0, ge=0, description="bonus on the entropy of trained tokens, loss per nat")
     kl: KlSection | None = None
 

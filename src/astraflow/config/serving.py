@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from astraflow.config.operators import operators_of_policy
-from astraflow.config.rooms import CORRECTS_OFF_POLICY, ROOMS
+from astraflow.config.rooms import CORRECTS_OFF_POLICY, ROOMS, WEIGHING_CORRECTIONS
 from astraflow.config.schema import BatchSection, PolicySection, RunConfig
 
 
@@ -12,8 +12,10 @@ def serving_problems(config: RunConfig) -> list[str]:
     problems: list[str] = []
     for name, policy in config.policies.items():
         problems += _batch_problems(f"policies.{name}.batch", policy.batch)
-        if (loss := policy.algorithm.loss.type) in ROOMS["losses"]:  # any other is asked when the trainer made it
-            problems += off_policy_problems(name, policy, loss in CORRECTS_OFF_POLICY)
+        loss, corrections = policy.algorithm.loss.type, {c.type for c in policy.algorithm.corrections}
+        if loss in ROOMS["losses"] and corrections <= set(ROOMS["corrections"]):  # others are asked when they are made
+            corrected = loss in CORRECTS_OFF_POLICY or bool(corrections & WEIGHING_CORRECTIONS)
+            problems += off_policy_problems(name, policy, corrected)
     return problems
 
 
@@ -25,7 +27,8 @@ def off_policy_problems(name: str, policy: PolicySection, corrected: bool) -> li
     return [
         f"{item.where}.max_age={item.operator.max_age} must be <= policies.{name}.batch.max_staleness={bound} with "
         f"policies.{name}.algorithm.loss={loss!r}, which does not correct off-policy data; use a loss that does "
-        f"({', '.join(sorted(CORRECTS_OFF_POLICY))}), or leave max_age out"
+        f"({', '.join(sorted(CORRECTS_OFF_POLICY))}) or algorithm.corrections that weigh "
+        f"({', '.join(sorted(WEIGHING_CORRECTIONS))}), or leave max_age out"
         for item in operators_of_policy(name, policy).listed
         if item.operator.max_age is not None and item.operator.max_age > bound
     ]

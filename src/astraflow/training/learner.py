@@ -7,14 +7,16 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import torch
 
+from astraflow.algorithms.corrections import Corrected
 from astraflow.algorithms.losses.contract import PolicyLoss
 from astraflow.config.env import cache_dir
 from astraflow.config.rooms import build, check_options, resolve
-from astraflow.config.schema import PolicySection, RunConfig
+from astraflow.config.schema import Component, PolicySection, RunConfig
 from astraflow.config.serving import off_policy_problems
 from astraflow.config.stages import reference_stage
 from astraflow.errors import ConfigError
@@ -150,10 +152,7 @@ class Learner:
         return self.section.trainer.dtype == "bfloat16"
 
     def _stepper(self) -> Stepper:
-        spec, where = self.section.algorithm.loss, f"policies.{self.policy}.algorithm.loss"
-        if problems := check_options(resolve("losses", spec.type, f"{where}.type"), spec.options, where, set()):
-            raise ConfigError("run file", problems)
-        loss: PolicyLoss = build("losses", spec.type, spec.options, where)
+        loss = _loss(self.policy, self.section)
         if problems := off_policy_problems(self.policy, self.section, loss.corrects_off_policy):
             raise ConfigError("run file", problems)
         settings = StepSettings(
@@ -202,6 +201,23 @@ class Learner:
 
     def _publish(self, tensors: Mapping[str, torch.Tensor]) -> float:
         return self._publisher.submit(self.version, self.trained.published(tensors), self.trained.files)
+
+
+def _loss(policy: str, section: PolicySection) -> PolicyLoss:
+    where, algorithm = f"policies.{policy}.algorithm", section.algorithm
+    loss: PolicyLoss = _made("losses", algorithm.loss, f"{where}.loss")
+    if not algorithm.corrections:
+        return loss
+    corrections = [
+        _made("corrections", spec, f"{where}.corrections.{i}") for i, spec in enumerate(algorithm.corrections)
+    ]
+    return Corrected(loss, corrections)
+
+
+def _made(room: str, spec: Component, where: str) -> Any:
+    if problems := check_options(resolve(room, spec.type, f"{where}.type"), spec.options, where, set()):
+        raise ConfigError("run file", problems)
+    return build(room, spec.type, spec.options, where)
 
 
 def _automatic_threads(config: RunConfig) -> int:

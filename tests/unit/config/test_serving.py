@@ -10,7 +10,9 @@ from astraflow.config.load import check_run
 from astraflow.errors import ConfigError
 
 
-def problems(loss: str = "ppo_clip", batch: dict[str, Any] | None = None, **replay: Any) -> list[str]:
+def problems(
+    loss: str = "ppo_clip", batch: dict[str, Any] | None = None, corrections: list[Any] | None = None, **replay: Any
+) -> list[str]:
     raw = {
         "run": {"name": "a", "steps": 1},
         "sources": {"train": {"type": "sums"}},
@@ -18,7 +20,7 @@ def problems(loss: str = "ppo_clip", batch: dict[str, Any] | None = None, **repl
         "policies": {
             "actor": {
                 "model": "tiny-char",
-                "algorithm": {"loss": loss},
+                "algorithm": {"loss": loss, "corrections": corrections or []},
                 "batch": batch or {},
                 "operators": [{"type": "replay"} | replay] if replay else [],
             }
@@ -59,3 +61,12 @@ def test_two_replays_are_one_too_many() -> None:
     }
     with pytest.raises(ConfigError, match="makes 'replay'"):
         check_run(raw, "a run")
+
+
+def test_a_correction_that_weighs_lets_any_loss_take_old_data() -> None:
+    assert problems(loss="reinforce", corrections=["truncate"], max_age=4) == []
+    assert problems(loss="gspo", corrections=["reject", {"type": "mask", "level": "sequence"}], max_age=4) == []
+    (found,) = problems(loss="reinforce", corrections=["reject"], max_age=4)
+    assert "algorithm.corrections that weigh (mask, truncate)" in found
+    (found,) = problems(loss="reinforce", corrections=["trunkate"])
+    assert "policies.actor.algorithm.corrections.0=trunkate" in found and "did you mean 'truncate'" in found

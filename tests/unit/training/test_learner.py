@@ -65,6 +65,7 @@ def _stable(metrics):
     [
         {},
         {"algorithm": {"loss": "m2po"}},
+        {"algorithm": {"loss": "gspo", "corrections": ["truncate", {"type": "reject", "low": 0.1}]}},
         {"trainer": {"dtype": "bfloat16"}},
         {"lora": {"rank": 4, "alpha": 6}},
     ],
@@ -166,6 +167,17 @@ def test_replay_of_old_data_asks_the_loss_of_a_user_whether_it_corrects_them(mak
         Learner(config, "actor", tmp_path / "a")
     config = make_config(operators=operators, algorithm={"loss": f"{__name__}:Corrected"})
     Learner(config, "actor", tmp_path / "b").close()
+
+
+def test_corrections_of_the_run_file_reach_the_loss(make_config, batches, tmp_path):
+    reached = {"correction/truncated", "correction/rejected", "policy/ess", "policy/ess_sequences"}
+    corrections = ["truncate", {"type": "reject", "high": 4.0}]
+    learner = Learner(make_config(algorithm={"corrections": corrections}), "actor", tmp_path / "a")
+    assert reached <= set(learner.train(batches[0])) and learner.stepper.loss.corrections[1].high == 4.0
+    learner.close()
+    config = make_config(algorithm={"corrections": [{"type": "truncate", "hi": 3}]})
+    with pytest.raises(ConfigError, match=r"policies.actor.algorithm.corrections.0.hi.*did you mean 'high'"):
+        Learner(config, "actor", tmp_path / "b")
 
 
 def test_a_wrong_loss_option_is_named(make_config, tmp_path):

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from astraflow.algorithms.corrections import Corrected, Reject, Truncate
+from astraflow.algorithms.losses.decoupled_ppo import DecoupledPpo
+from astraflow.algorithms.losses.gspo import Gspo
 from astraflow.algorithms.losses.m2po import M2po
 from astraflow.algorithms.losses.ppo_clip import PpoClip
 from astraflow.config.schema import OptimizerSection
@@ -51,8 +54,18 @@ def _gradient_of_step(model, loss, rows, budget):
     return stepper.step(rows, 5), seen[0]
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
-@pytest.mark.parametrize("make_loss", [PpoClip, lambda aggregation: PpoClip(0.2, 0.3, 3.0, aggregation), M2po])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", 32])
+@pytest.mark.parametrize(
+    "make_loss",
+    [
+        PpoClip,
+        lambda aggregation: PpoClip(0.2, 0.3, 3.0, aggregation),
+        M2po,
+        lambda aggregation: Gspo(0.3, 0.4, aggregation),
+        lambda aggregation: DecoupledPpo(aggregation=aggregation),
+        lambda aggregation: Corrected(M2po(aggregation=aggregation), [Truncate(1.5, "sequence"), Reject(0.6, 1.7)]),
+    ],
+)
 def test_gradients_and_metrics_do_not_depend_on_the_microbatches(make_model, batch, make_loss, aggregation):
     model, loss = make_model("llama"), make_loss(aggregation=aggregation)
     metrics, whole = _gradient_of_step(model, loss, batch, 10_000)

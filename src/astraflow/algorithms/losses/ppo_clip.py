@@ -28,9 +28,9 @@ class PpoClip(LocalLoss):
         aggregation: Aggregation = "token",
     ) -> None:
         super().__init__(aggregation)
-        self.low, self.high = check_clip(clip_low, clip_high)
         check("clip_low", clip_low, clip_low < 1, "must be between 0 and 1", "use 0.2")
         check("dual_clip", dual_clip, dual_clip == 0 or dual_clip > 1, "must be > 1, or 0 for off", "use 3.0 or 0")
+        self.low, self.high = check_clip(clip_low, clip_high)
         self.dual_clip = dual_clip
 
     def __call__(self, tokens: TrainedTokens, prepared: Prepared = None) -> tuple[torch.Tensor, Metrics]:

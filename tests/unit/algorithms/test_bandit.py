@@ -1,0 +1,57 @@
+"""Each loss finds the best answer of a two-token bandit, from data that are up to two updates old."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from astraflow.algorithms.aggregate import coefficients
+from astraflow.algorithms.corrections import Corrected, Mask, Reject, Truncate
+from astraflow.algorithms.losses.cispo import Cispo
+from astraflow.algorithms.losses.contract import TrainedTokens
+from astraflow.algorithms.losses.decoupled_ppo import DecoupledPpo
+from astraflow.algorithms.losses.gspo import Gspo
+from astraflow.algorithms.losses.m2po import M2po
+from astraflow.algorithms.losses.ppo_clip import PpoClip
+from astraflow.algorithms.losses.reinforce import Reinforce
+from astraflow.algorithms.losses.sapo import Sapo
+
+ARMS, PLAYS, UPDATES, EVERY = 5, 64, 120, 3
+REWARDS = torch.tensor([[0.0, 0.2, 0.1, 0.3, 0.1], [0.1, 0.0, 0.4, 0.1, 0.2]])  # [token, arm]: best are 3, then 2
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        PpoClip(), PpoClip(0.2, 0.28, 3.0, "sequence"), PpoClip(aggregation=2), M2po(), Reinforce(), Gspo(), Cispo(),
+        Sapo(), DecoupledPpo(), DecoupledPpo(proximal="exact"), Corrected(Reinforce(), [Truncate()]),
+        Corrected(Reinforce(), [Mask(level="sequence")]), Corrected(PpoClip(), [Reject()]),
+    ],
+    ids=lambda loss: type(loss).__name__,
+)  # fmt: skip
+def test_the_best_answer_is_found(loss):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.zeros(2, ARMS, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.1)
+    behavior = logits.detach().log_softmax(-1)
+    for update in range(UPDATES):
+        if update % EVERY == 0:
+            behavior = logits.detach().log_softmax(-1)
+        arms = torch.multinomial(behavior.exp(), PLAYS, replacement=True, generator=generator)  # [token, play]
+        rewards = REWARDS.gather(1, arms).sum(0)
+        advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).repeat_interleave(2)
+        tokens = TrainedTokens.of(
+            logits.log_softmax(-1).gather(1, arms).T.flatten(),
+            behavior.gather(1, arms).T.flatten(),
+            advantages,
+            torch.full((PLAYS,), 2),
+            torch.full((2 * PLAYS,), float(update % EVERY)),
+        )
+        losses, _ = loss(tokens)
+        weights = torch.ones(2 * PLAYS)
+        factors = coefficients(loss.aggregation, weights, tokens.lengths[tokens.sequences], 2 * PLAYS, PLAYS)
+        optimizer.zero_grad()
+        (factors * losses).sum().backward()
+        optimizer.step()
+    best = logits.softmax(-1)[torch.arange(2), REWARDS.argmax(1)]
+    assert best.prod() > 0.8

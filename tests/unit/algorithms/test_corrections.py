@@ -1,0 +1,104 @@
+"""Off-policy corrections: factors against loops over sequences, what the loss sees, effective sample sizes, options."""
+
+from __future__ import annotations
+
+from math import exp, prod
+
+import pytest
+import torch
+
+from astraflow.algorithms.corrections import Corrected, Mask, Reject, Truncate
+from astraflow.algorithms.importance import effective_share, log_ratios, ratio_sums
+from astraflow.algorithms.losses.contract import TrainedTokens
+from astraflow.algorithms.losses.ppo_clip import PpoClip
+from astraflow.algorithms.losses.reinforce import Reinforce
+from astraflow.errors import Problem
+
+RATIOS = [[1.0, 3.0, 0.5], [4.0], [0.1, 0.4], [1.2, 0.9, 1.1, 1.0]]
+FLAT = [r for sequence in RATIOS for r in sequence]
+
+
+@pytest.fixture
+def tokens():
+    behavior = torch.full((len(FLAT),), -2.0, dtype=torch.float64)
+    policy = behavior + torch.tensor(FLAT, dtype=torch.float64).log()
+    advantages = torch.linspace(-1, 1, len(FLAT), dtype=torch.float64)
+    return TrainedTokens.of(policy, behavior, advantages, torch.tensor([len(s) for s in RATIOS]))
+
+
+def _expanded(per_sequence):
+    return [value for value, sequence in zip(per_sequence, RATIOS, strict=True) for _ in sequence]
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        (Truncate(2.0), [min(r, 2.0) for r in FLAT]),
+        (Truncate(2.0, "sequence"), _expanded([min(prod(s), 2.0) for s in RATIOS])),
+        (Mask(0.45, 3.5), [r if 0.45 <= r <= 3.5 else 0.0 for r in FLAT]),
+        (Mask(0.5, 3.0, "sequence"), _expanded([p if 0.5 <= (p := prod(s)) <= 3 else 0.0 for s in RATIOS])),
+        (Reject(0.5, 2.0, 0.0), _expanded([float(0.5 <= prod(s) ** (1 / len(s)) <= 2) for s in RATIOS])),
+        (Reject(0.01, 9.0, 0.2), _expanded([float(min(s) >= 0.2) for s in RATIOS])),
+    ],
+)
+def test_factors(tokens, correction, expected):
+    factors, sums = correction(tokens)
+    assert factors.tolist() == pytest.approx(expected)
+    assert len(set(expected)) > 0 and any(0 < v < len(FLAT) for v in sums.values())
+    losses, more = Corrected(Reinforce(), [correction])(tokens)
+    plain, _ = Reinforce()(tokens)
+    assert torch.allclose(losses, plain * factors) and set(sums) <= set(more)
+
+
+def test_factors_multiply_and_have_no_gradient(tokens):
+    leaf = tokens.policy_logprobs.clone().requires_grad_()
+    given = TrainedTokens.of(leaf, tokens.behavior_logprobs, tokens.advantages, tokens.lengths.long())
+    both = Corrected(Reinforce(), [Truncate(2.0), Reject(0.5, 2.0)])
+    losses, _ = both(given)
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    factors = Truncate(2.0)(tokens)[0] * Reject(0.5, 2.0)(tokens)[0]
+    assert torch.allclose(gradient, -factors * tokens.advantages)
+
+
+def test_with_weights_a_ratio_does_not_count_twice(tokens):
+    """Truncate at infinity makes the clipped loss the importance-weighted policy gradient, ratio 1 inside."""
+    leaf = tokens.policy_logprobs.clone().requires_grad_()
+    given = TrainedTokens.of(leaf, tokens.behavior_logprobs, tokens.advantages, tokens.lengths.long())
+    losses, sums = Corrected(PpoClip(), [Truncate(1e6)])(given)
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    ratio = torch.tensor(FLAT, dtype=torch.float64)
+    assert torch.allclose(gradient, -ratio * tokens.advantages) and sums["policy/clip_fraction"] == 0
+    only_rejected, sums = Corrected(PpoClip(), [Reject(0.01, 99.0, 0.0)])(given)
+    assert torch.allclose(only_rejected, PpoClip()(given)[0]) and sums["policy/clip_fraction"] > 0
+
+
+def test_who_corrects_off_policy_data():
+    assert Corrected(PpoClip(), [Truncate()]).corrects_off_policy and Corrected(PpoClip(), [Mask()]).corrects_off_policy
+    assert not Corrected(PpoClip(), [Reject()]).corrects_off_policy
+
+
+def test_effective_shares_of_tokens_and_sequences(tokens):
+    log_ratio = log_ratios(tokens.policy_logprobs, tokens.behavior_logprobs)
+    sums = {k: v.item() for k, v in ratio_sums(log_ratio, tokens.sequences, 4).items()}
+    whole = [prod(s) for s in RATIOS]
+    for name, values in (("ratio", FLAT), ("sequence_ratio", whole)):
+        share = effective_share(sums[name], sums[f"{name}_squares"], len(values))
+        assert share == pytest.approx(sum(values) ** 2 / len(values) / sum(v**2 for v in values))
+    assert sums["approx_kl"] == pytest.approx(sum(r - 1 - torch.tensor(r).double().log().item() for r in FLAT))
+    assert effective_share(8.0, 8.0, 8) == 1 and effective_share(exp(9), exp(18), 10) == pytest.approx(0.1)
+    assert effective_share(0.0, 0.0, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "setting"),
+    [
+        (lambda: Truncate(0.5), "corrections.high"),
+        (lambda: Truncate(2.0, "group"), "corrections.level"),
+        (lambda: Mask(1.5), "corrections.low"),
+        (lambda: Reject(0.5, 0.9), "corrections.high"),
+        (lambda: Reject(min_token_ratio=1.0), "min_token_ratio"),
+    ],
+)
+def test_a_wrong_option_is_named(make, setting):
+    with pytest.raises(Problem, match=setting):
+        make()
