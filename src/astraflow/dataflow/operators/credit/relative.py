@@ -36,7 +36,7 @@ class Grpo(Operator):
 class DrGrpo(Operator):
     """`A_i = r_i - mean r`: no division, which would weigh up tasks that are nearly always or nearly never solved.
 
-    The paper's other half, no division by the length of an answer, is `algorithm.loss` with aggregation "token".
+    The paper's other half, no division by the length of an answer, is a number as `algorithm.loss.aggregation`.
     Source: Dr. GRPO, arXiv:2503.20783 section 3.
     """
 
