@@ -121,6 +121,7 @@ class AlgorithmSection(Strict):
     loss: Spec = Component(type="ppo_clip")
     corrections: list[Spec] = Field([], description="factors on the loss for data of other policies")
     entropy: float = Field(0.0, ge=0, description="bonus on the entropy of trained tokens, loss per nat")
+    z_loss: float = Field(0.0, ge=0, description="penalty on the squared log normaliser of the logits")
     kl: KlSection | None = None
 
 

@@ -82,7 +82,7 @@ class RefLogprobs:
         values = np.zeros(int(list_lengths(rows.column("token_ids")).sum()), dtype=np.float32)
         with torch.inference_mode():
             for pack in pack_rows(to_score, self._tokens_per_pass):
-                logprobs, _ = packed_logprobs(model, pack, temperature)
+                logprobs = packed_logprobs(model, pack, temperature).logprobs
                 values[pack.versions] = logprobs.float().cpu().numpy()
         return values
 

@@ -51,7 +51,7 @@ class Auditor:
                 if tensors is None:
                     unknown += int(mine.sum())
                     continue
-                logprobs, _ = packed_logprobs(model, pack, self._temperature, tensors)
+                logprobs = packed_logprobs(model, pack, self._temperature, tensors).logprobs
                 gaps.append(np.abs(logprobs.cpu().numpy()[mine] - pack.behavior_logprobs[mine]))
         metrics = {"logprob_gap/unknown_tokens": float(unknown)} if len(chosen) else {}
         if gaps:

@@ -161,6 +161,7 @@ class Learner:
             tokens_per_microbatch=self.section.batch.tokens_per_microbatch,
             temperature=self.section.sampling.temperature,
             entropy=self.section.algorithm.entropy,
+            z_loss=self.section.algorithm.z_loss,
             autocast=self._bfloat16,
         )
         return Stepper(self.model, loss, settings, self._should_stop)

@@ -50,7 +50,7 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, pack: Pack, temperature: float) -> torch.Tensor:
         """Logprobs [N] float32 of the trained tokens of `pack`."""
-        return packed_logprobs(self.model, pack, temperature, self.weights)[0]
+        return packed_logprobs(self.model, pack, temperature, self.weights).logprobs
 
 
 class KlPenalty:

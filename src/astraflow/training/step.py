@@ -26,7 +26,7 @@ from astraflow.algorithms.importance import effective_share, log_ratios, ratio_s
 from astraflow.algorithms.losses.contract import PolicyLoss, Prepared, TrainedTokens
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import TrainingError
-from astraflow.models.scoring.forward import packed_logprobs, prepare_model
+from astraflow.models.scoring.forward import Scores, packed_logprobs, prepare_model
 from astraflow.models.scoring.packing import Pack, TokenRows, pack_rows
 from astraflow.training.feed.session import Interrupted
 from astraflow.training.reference import KlPenalty
@@ -47,6 +47,7 @@ class StepSettings:
     tokens_per_microbatch: int
     temperature: float = 1.0  # of the behaviour
     entropy: float = 0.0  # coefficient of the entropy bonus
+    z_loss: float = 0.0  # coefficient of (log Z)^2, Z the sum of exp(logits / T); PaLM, arXiv:2204.02311 section 5
     autocast: bool = False  # bfloat16 arithmetic over float32 weights
 
 
@@ -119,7 +120,7 @@ class Stepper:
         prepared = self._prepare(packs, version) if self.loss.needs_batch and len(packs) > 1 else None
         totals = _Totals()
         for pack in packs:
-            logprobs, entropies = self._logprobs(pack)
+            logprobs, entropies, log_norms = self._scores(pack)
             tokens = trained_tokens([pack], logprobs, version)
             losses, sums = self.loss(tokens, prepared)
             weights = torch.from_numpy(pack.weights).to(logprobs.device)
@@ -127,6 +128,9 @@ class Stepper:
             factors = coefficients(self.loss.aggregation, weights, sizes, num_tokens, num_sequences)
             if self.settings.entropy:
                 losses = losses - self.settings.entropy * entropies
+            if self.settings.z_loss:
+                losses = losses + self.settings.z_loss * log_norms.square()
+                sums = sums | {"policy/log_norm": log_norms.detach().sum()}
             if self.penalty is not None:
                 added, of_penalty = self.penalty(logprobs, pack)
                 losses, sums = losses + added, sums | of_penalty
@@ -146,10 +150,10 @@ class Stepper:
 
     @torch.no_grad()
     def _prepare(self, packs: list[Pack], version: int) -> Prepared:
-        logprobs = torch.cat([self._logprobs(pack)[0] for pack in packs])
+        logprobs = torch.cat([self._scores(pack).logprobs for pack in packs])
         return self.loss.prepare(trained_tokens(packs, logprobs, version))
 
-    def _logprobs(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scores(self, pack: Pack) -> Scores:
         with self._pass():
             return packed_logprobs(self.model, pack, self.settings.temperature)
 

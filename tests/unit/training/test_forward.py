@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def _packed(model, rows, temperature, budget):
     """The same from packs, back in the order of the rows."""
     found = [None] * len(rows)
     for pack in pack_rows(rows_from_lists(rows), budget):
-        logprobs, _ = packed_logprobs(model, pack, temperature)
+        logprobs = packed_logprobs(model, pack, temperature).logprobs
         for sequence, row in enumerate(pack.rows):
             found[row] = logprobs[torch.from_numpy(pack.target_sequence == sequence)]
     return found
@@ -132,18 +133,19 @@ def test_the_head_passes_a_numerical_gradient_check():
     targets = torch.tensor([0, 6, 2, 3, 3])
 
     def plain(h, w, b):
-        logs = (torch.nn.functional.linear(h, w, b) / 1.4).log_softmax(-1)
-        return logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+        logits = torch.nn.functional.linear(h, w, b) / 1.4
+        logs = logits.log_softmax(-1)
+        return logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1), logits.logsumexp(-1)
 
     got = HeadLogprobs.apply(hidden, weight, bias, targets, 1.4)
     want = plain(hidden, weight, bias)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6)
-    upstream = torch.randn(2, 5)
-    for of_logprobs, of_entropies in ((1, 0), (0, 1), (1, 1)):
+    upstream = torch.randn(3, 5)
+    for shares in list(itertools.product((0, 1), repeat=3))[1:]:
 
-        def total(pair, shares=(of_logprobs, of_entropies)):
-            return sum((x * g).sum() for x, g, share in zip(pair, upstream, shares, strict=True) if share)
+        def total(outputs, shares=shares):
+            return sum((x * g).sum() for x, g, share in zip(outputs, upstream, shares, strict=True) if share)
 
         ours = torch.autograd.grad(total(got), (hidden, weight, bias), retain_graph=True)
         theirs = torch.autograd.grad(total(want), (hidden, weight, bias), retain_graph=True)
@@ -155,7 +157,7 @@ def test_entropy_is_that_of_the_distribution(make_model, random_rows):
     plain = make_model()
     (row,) = random_rows([15])
     (pack,) = pack_rows(rows_from_lists([row]), 100)
-    _, entropies = packed_logprobs(prepare_model(copy.deepcopy(plain)), pack, 0.7)
+    entropies = packed_logprobs(prepare_model(copy.deepcopy(plain)), pack, 0.7).entropies
     logits = plain(input_ids=torch.as_tensor(row[0])[None]).logits[0, :-1] / 0.7
     expected = torch.distributions.Categorical(logits=logits).entropy()[torch.as_tensor(row[1][1:])]
     torch.testing.assert_close(entropies, expected, rtol=1e-4, atol=1e-5)

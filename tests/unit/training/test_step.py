@@ -16,7 +16,8 @@ from astraflow.algorithms.losses.m2po import M2po
 from astraflow.algorithms.losses.ppo_clip import PpoClip
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import TrainingError
-from astraflow.models.scoring.packing import rows_from_table
+from astraflow.models.scoring.forward import packed_logprobs
+from astraflow.models.scoring.packing import pack_rows, rows_from_table
 from astraflow.training.step import StepInterrupted, Stepper, StepSettings, learning_rate
 
 LENGTHS = [5, 40, 12, 12, 33, 7, 9, 21, 64, 3, 17, 12, 28, 50, 6, 11]
@@ -91,9 +92,6 @@ def test_metrics_tell_what_the_batch_was(make_model, batch):
 
 def test_on_policy_ratios_are_one(make_model, batch):
     stepper = Stepper(make_model(), PpoClip(), _settings())
-    from astraflow.models.scoring.forward import packed_logprobs
-    from astraflow.models.scoring.packing import pack_rows
-
     (pack,) = pack_rows(batch, 10_000)
     with torch.no_grad():
         logprobs = packed_logprobs(stepper.model, pack, 1.0)[0].numpy()
@@ -116,6 +114,21 @@ def test_an_entropy_bonus_keeps_entropy_up(make_model, batch):
         metrics = [stepper.step(batch, 5) for _ in range(6)]
         seen[entropy] = metrics[-1]["policy/entropy"]
     assert seen[0.5] > seen[0.0]
+
+
+def test_a_z_loss_pulls_the_normaliser_to_one(make_model, batch):
+    model, seen, first = make_model(), {}, {}
+    for z_loss in (1e-9, 1.0):
+        settings = replace(_settings(lr=1e-2), z_loss=z_loss)
+        stepper = Stepper(copy.deepcopy(model), PpoClip(clip_low=0.9, clip_high=9.0), settings)
+        (pack,) = pack_rows(batch, 10_000)
+        with torch.no_grad():
+            squares = packed_logprobs(stepper.model, pack, 1.0).log_norms.double().square()
+        metrics = [stepper.step(batch, 5) for _ in range(8)]
+        first[z_loss] = metrics[0]["loss"] - z_loss * float((torch.from_numpy(pack.weights) * squares).mean())
+        seen[z_loss] = abs(metrics[-1]["policy/log_norm"])
+    assert first[1.0] == pytest.approx(first[1e-9], abs=1e-3) and seen[1.0] < 0.7 * seen[1e-9]
+    assert "policy/log_norm" not in Stepper(make_model(), PpoClip(), _settings()).step(batch, 5)
 
 
 def test_steps_learn(make_model, batch):

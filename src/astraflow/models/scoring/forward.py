@@ -7,7 +7,7 @@ is trained, in chunks that are computed again in the backward pass, so that [N, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,14 @@ CHUNK_ELEMENTS = 1 << 25  # logits of one chunk: 128 MB in float32
 
 # Settings that change logits after the projection; a model that has one would be scored wrongly.
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+class Scores(NamedTuple):
+    """What the distributions `log_softmax(logits / T)` of the N trained tokens of a pack are like, each [N] float32."""
+
+    logprobs: torch.Tensor  # of the tokens
+    entropies: torch.Tensor
+    log_norms: torch.Tensor  # log of the sum of exp(logits / T)
 
 
 def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -46,8 +54,8 @@ class PackedPolicy(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs [N] and entropies [N], float32, of `log_softmax(logits / T)`."""
+    def forward(self, pack: Pack, temperature: float) -> Scores:
+        """The trained tokens of `pack` at temperature T."""
         model = self.model
         device = model.device
         autocast = torch.is_autocast_enabled(device.type)
@@ -62,24 +70,22 @@ class PackedPolicy(nn.Module):
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         picked = hidden.index_select(0, torch.from_numpy(pack.target_index).to(device)).to(dtype)
         targets = torch.from_numpy(pack.target_ids).to(device)
-        logprobs, entropies = [], []
+        parts = []
         size = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
         for part, wanted in zip(torch.split(picked, size), torch.split(targets, size), strict=True):
-            logprob, entropy = HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-                part, head.weight, head.bias, wanted, temperature
+            parts.append(
+                HeadLogprobs.apply(part, head.weight, head.bias, wanted, temperature)  # type: ignore[no-untyped-call]
             )
-            logprobs.append(logprob)
-            entropies.append(entropy)
-        return torch.cat(logprobs), torch.cat(entropies)
+        return Scores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
 def packed_logprobs(
     model: PreTrainedModel, pack: Pack, temperature: float, weights: Mapping[str, torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropies [N] of the trained tokens; under `weights` (by Hugging Face name) when given."""
+) -> Scores:
+    """The trained tokens of `pack`; under `weights` (by Hugging Face name) when given."""
     policy = PackedPolicy(model)
     named = {f"model.{name}": tensor for name, tensor in (weights or {}).items()}
-    result: tuple[torch.Tensor, torch.Tensor] = (
+    result: Scores = (
         torch.func.functional_call(policy, named, (pack, temperature)) if named else policy(pack, temperature)
     )
     return result
@@ -96,7 +102,7 @@ class HeadLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         temperature: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = _logits(hidden, weight, bias, temperature)
         norm = logits.logsumexp(-1)
         logprobs = logits.gather(1, targets[:, None])[:, 0] - norm
@@ -105,21 +111,21 @@ class HeadLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, norm, entropies)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        return logprobs, entropies, norm
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """With logits z, p = softmax(z) and entropy H: d log p_t / dz = 1_t - p and dH / dz = -p (log p + H)."""
+        """With logits z, p = softmax(z), entropy H and norm Z: d log p_t / dz = 1_t - p, dH / dz = -p (log p + H) and
+        d log Z / dz = p."""
         hidden, weight, bias, targets, norm, entropies = ctx.saved_tensors
-        of_logprobs, of_entropies = (None if g is None else g[:, None] / ctx.temperature for g in gradients)
+        of_logprobs, of_entropies, of_norms = (None if g is None else g[:, None] / ctx.temperature for g in gradients)
         slope = _logits(hidden, weight, bias, ctx.temperature).sub_(norm[:, None])
-        if of_entropies is not None:
-            pull = (slope + entropies[:, None]).mul_(-of_entropies)
-            if of_logprobs is not None:
-                pull -= of_logprobs
-            slope = slope.exp_().mul_(pull)
-        elif of_logprobs is not None:
-            slope = slope.exp_().mul_(-of_logprobs)
+        pull = None if of_entropies is None else (slope + entropies[:, None]).mul_(-of_entropies)
+        for of_rows in (None if of_logprobs is None else -of_logprobs, of_norms):
+            if of_rows is not None:
+                pull = of_rows if pull is None else pull.add_(of_rows)
+        assert pull is not None
+        slope = slope.exp_().mul_(pull)
         if of_logprobs is not None:
             slope.scatter_add_(1, targets[:, None], of_logprobs)
         slope = slope.to(hidden.dtype)

@@ -62,7 +62,7 @@ def test_a_plain_model_sees_what_our_own_packing_shows_it(make_model, make_table
             _, marks, scores = picked(micro, model(**micro.inputs()).logits)
             got |= dict(zip(marks.tolist(), scores.tolist(), strict=True))
         for pack in pack_rows(rows_from_table(table), 10_000):
-            ours, _ = packed_logprobs(prepare_model(model), pack, 1.0)
+            ours = packed_logprobs(prepare_model(model), pack, 1.0).logprobs
             for mark, score in zip(pack.behavior_logprobs.tolist(), ours.tolist(), strict=True):
                 assert got[mark] == pytest.approx(score, abs=1e-4)
     assert len(got) == sum(int(m.sum()) for _, m in rows)
