@@ -171,7 +171,11 @@ def _check(manifest: Manifest, where: str) -> None:
     if sorted(placed) != sorted(entries) and (manifest.parts or delta is None):
         raise _torn(where, "does not place each tensor exactly once")
     for part in manifest.parts:
-        for place in part.tensors:
+        end = 0
+        for place in sorted(part.tensors, key=lambda place: (place.offset, place.nbytes)):
+            if place.offset < end:
+                raise _torn(where, f"places {place.name} on another tensor of {part.name}")
+            end = place.offset + place.nbytes
             if place.nbytes != entries[place.name].nbytes or not 0 <= place.offset <= part.nbytes - place.nbytes:
                 raise _torn(where, f"places {place.name} outside {part.name}")
 

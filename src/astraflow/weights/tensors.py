@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -36,6 +36,12 @@ def raw_tensors(tensors: Mapping[str, Any]) -> dict[str, tuple[TensorEntry, memo
         raw = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
         found[name] = (TensorEntry(name, code, tuple(tensor.shape), checksum(raw)), raw)
     return found
+
+
+def same_memory(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are one: the same elements, read in the same way. A transpose or a view as another dtype
+    lies in the same memory and is another tensor."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def view_part(buffer: Any, part: Part, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:

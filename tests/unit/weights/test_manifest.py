@@ -74,6 +74,23 @@ def test_a_manifest_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
         read(example(**changes))
 
 
+@pytest.mark.parametrize(
+    "places",
+    [
+        (Placement("a", 64, 12), Placement("b", 75, 4)),
+        (Placement("a", 64, 12), Placement("b", 64, 4)),
+        (Placement("a", 64, 12), Placement("b", 97, 4)),
+        (Placement("a", 64, 12), Placement("b", -4, 4)),
+        (Placement("a", 64, 8), Placement("b", 76, 4)),
+    ],
+)
+def test_tensors_that_share_bytes_or_leave_their_part_are_refused(places: tuple[Placement, ...]) -> None:
+    with pytest.raises(TornPart, match="places"):
+        read(example(parts=(Part("model.safetensors", 100, "02", places),)))
+    beside = (Placement("b", 96, 4), Placement("a", 84, 12))
+    read(example(parts=(Part("model.safetensors", 100, "02", beside),)))
+
+
 def test_a_version_may_travel_as_a_delta_only() -> None:
     delta = Delta(2, (FileEntry("delta-00001-of-00001.bin", 9, "09"),))
     assert read(example(parts=(), delta=delta)).delta == delta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +17,7 @@ from astraflow.weights.publisher import Publisher
 from astraflow.weights.server import ServerProcess, start_server
 from astraflow.weights.shards.publisher import ShardedPublisher
 from astraflow.weights.store import FileStore
+from astraflow.weights.tensors import same_memory
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class Part:
 def _untied(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Tied weights once, under their first name, as engines expect them."""
     found: dict[str, Any] = {}
-    seen: set[tuple[int, tuple[int, ...]]] = set()
+    seen: set[Hashable] = set()
     for name, tensor in tensors.items():
         if _is_shard(tensor):
             raise TrainingError(
@@ -120,7 +121,7 @@ def _untied(tensors: Mapping[str, Any]) -> dict[str, Any]:
                 "is a part of a tensor",
                 "give Share(sharded=True) to the session of every rank",
             )
-        place = (tensor.data_ptr(), tuple(tensor.shape))
+        place = same_memory(tensor)
         if not tensor.numel() or place not in seen:
             found[name] = tensor
         seen.add(place)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -58,7 +60,19 @@ def _owners_of(name: str, holders: Owners) -> Owners:
             f"tensor {name}: elements on ranks {sorted(found.values())}", num_elements, f"must be {math.prod(shape)}",
             "publish on every rank that holds a part of it",
         )  # fmt: skip
+    if not _apart(tuple(found), shape):
+        raise WeightError(
+            f"tensor {name}: blocks on ranks {sorted(found.values())}", [region.spans for region in found],
+            f"must lie beside each other in {shape}", "publish with one layout of the model on all ranks",
+        )  # fmt: skip
     return {rank: holders[rank] for rank in found.values()}
+
+
+@functools.lru_cache(maxsize=1024)  # a model has few shapes, and they are cut in the same way in each version
+def _apart(regions: tuple[Region, ...], shape: tuple[int, ...]) -> bool:
+    return all(region.lies_in(shape) for region in regions) and not any(
+        a.overlaps(b) for a, b in itertools.combinations(regions, 2)
+    )
 
 
 def plans(layouts: Sequence[Layout], of: Mapping[str, Owners], *, whole: bool) -> list[Plan]:

@@ -42,6 +42,19 @@ class Region(msgspec.Struct, frozen=True):
         """Of the block."""
         return math.prod(self.shape)
 
+    def lies_in(self, shape: Sequence[int]) -> bool:
+        """No span ends behind a tensor of `shape`."""
+        return len(self.spans) == len(shape) and all(
+            0 <= start <= stop <= size for spans, size in zip(self.spans, shape, strict=True) for start, stop in spans
+        )
+
+    def overlaps(self, other: Region) -> bool:
+        """Some element is in both."""
+        return all(
+            any(max(a[0], b[0]) < min(a[1], b[1]) for a in ours for b in theirs)
+            for ours, theirs in zip(self.spans, other.spans, strict=True)
+        )
+
     def to_whole(self, positions: Ints, shape: Sequence[int]) -> Ints:
         """Flat positions in the block -> flat positions in the tensor of `shape`, in the same order: int64."""
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

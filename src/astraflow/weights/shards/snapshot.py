@@ -6,7 +6,7 @@ twice while a version is under way), and only what changed crosses to the host.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from astraflow.weights.delta.encode import changes, share_unchanged
 from astraflow.weights.delta.order import ELEMENTS, Ints, dtype_code, flat_bits
 from astraflow.weights.shards.records import Held, Layout, Sent
 from astraflow.weights.shards.regions import Region, region_of
+from astraflow.weights.tensors import same_memory
 
 if TYPE_CHECKING:
     import torch
@@ -99,14 +100,14 @@ def take(
 
     held: list[Held] = []
     blocks: dict[str, torch.Tensor] = {}
-    first_names: dict[tuple[object, ...], str] = {}
+    first_names: dict[Hashable, str] = {}
     copied = None
     for name, tensor in tensors.items():
         block, region = _local(name, tensor)
         if block is None or region is None:
             continue
         target = dtype if dtype is not None and block.is_floating_point() else block.dtype
-        place = (block.data_ptr(), tuple(block.shape), tuple(tensor.shape))
+        place = (same_memory(block), tuple(tensor.shape))
         tied_to = first_names.setdefault(place, name) if block.numel() else name
         code = dtype_code(name, torch.empty(0, dtype=target))
         held.append(Held(name, code, tuple(tensor.shape), region, "" if tied_to == name else tied_to))
