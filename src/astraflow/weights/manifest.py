@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
 from astraflow.errors import WeightError
 from astraflow.weights.plan import VersionInfo
+
+R = TypeVar("R")
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"  # by which Hugging Face loaders find tensors in several files
@@ -25,7 +29,9 @@ DTYPES = {
 """Safetensors dtype code -> (torch name, bytes per element)."""
 
 _POLICY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-_HEX = re.compile(r"[0-9a-f]+")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_MAX_NBYTES = 1 << 44  # of one part or tensor: more is no weight but a lie
+_MAX_DIMS = 64
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
@@ -134,10 +140,7 @@ def read_manifest(payload: bytes | memoryview, policy: str, version: int, where:
 
     Raises: TornPart: damaged. WeightError: of another policy or version.
     """
-    try:
-        manifest = msgspec.json.decode(payload, type=Manifest)
-    except msgspec.DecodeError as error:
-        raise _torn(where, f"is not a manifest ({error})") from error
+    manifest = decoded(payload, Manifest, where)
     if (manifest.policy, manifest.version) != (policy, version):
         raise WeightError(
             where, f"{manifest.policy}/{manifest.version}", f"must be {policy}/{version}",
@@ -147,21 +150,53 @@ def read_manifest(payload: bytes | memoryview, policy: str, version: int, where:
     return manifest
 
 
+def read_delta(payload: bytes | memoryview, version: int, base: int, where: str) -> Delta:
+    """Decode and check a delta from `base` to `version` that a store made for us.
+
+    Raises: TornPart: damaged, or another delta.
+    """
+    delta = decoded(payload, Delta, where)
+    if delta.base != base or not 0 <= base < version:
+        raise _torn(where, f"is a delta from version {delta.base}, not from {base} to {version}")
+    _check_files(delta.parts, where)
+    return delta
+
+
+def decoded(payload: bytes | memoryview, kind: type[R], where: str) -> R:
+    """What a store said, as a `kind`. Raises: TornPart: it is none."""
+    try:
+        return msgspec.json.decode(payload, type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise _torn(where, f"is not a {kind.__name__.lower()} ({error})") from error
+
+
+def _check_files(files: Sequence[Part | FileEntry], where: str) -> None:
+    for file in files:
+        if not is_file_name(file.name):
+            raise _torn(where, f"names a file {file.name!r} that is not a plain name")
+        if not is_digest(file.xxh3):
+            raise _torn(where, f"gives {file.name} the checksum {file.xxh3[:40]!r}")
+        if not 0 <= file.nbytes <= _MAX_NBYTES:
+            raise _torn(where, f"gives {file.name} {file.nbytes} bytes")
+    if len({file.name for file in files}) != len(files):
+        raise _torn(where, "names a file twice")
+
+
+def _check_tensors(tensors: Sequence[TensorEntry], where: str) -> None:
+    for entry in tensors:
+        if not is_digest(entry.xxh3):
+            raise _torn(where, f"gives {entry.name} the checksum {entry.xxh3[:40]!r}")
+        shape = entry.shape
+        if entry.dtype not in DTYPES or len(shape) > _MAX_DIMS or not all(0 <= n <= _MAX_NBYTES for n in shape):
+            raise _torn(where, f"describes {entry.name} as {entry.dtype} {shape[:_MAX_DIMS]}")
+        if entry.nbytes > _MAX_NBYTES:
+            raise _torn(where, f"gives {entry.name} {entry.nbytes} bytes")
+
+
 def _check(manifest: Manifest, where: str) -> None:
     delta = manifest.delta
-    names = [entry.name for entry in manifest.all_entries()]
-    for name in names:
-        if not is_file_name(name):
-            raise _torn(where, f"names a file {name!r} that is not a plain name")
-    if len(set(names)) != len(names):
-        raise _torn(where, "names a file twice")
-    described: list[TensorEntry | Part | FileEntry] = [*manifest.tensors, *manifest.all_entries()]
-    for item in described:
-        if not _HEX.fullmatch(item.xxh3):
-            raise _torn(where, f"gives {item.name} the checksum {item.xxh3!r}")
-    for entry in manifest.tensors:
-        if entry.dtype not in DTYPES or min(entry.shape, default=0) < 0:
-            raise _torn(where, f"describes {entry.name} as {entry.dtype} {entry.shape}")
+    _check_files(manifest.all_entries(), where)
+    _check_tensors(manifest.tensors, where)
     entries = manifest.entries()
     placed = [place.name for part in manifest.parts for place in part.tensors]
     if len(entries) != len(manifest.tensors):
@@ -182,6 +217,11 @@ def _check(manifest: Manifest, where: str) -> None:
 
 def _torn(where: str, rule: str) -> TornPart:
     return TornPart("manifest", where, rule, "fetch it again; if it stays, publish the next version")
+
+
+def is_digest(text: str) -> bool:
+    """Whether `text` is a checksum, so that it may also name a file."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 def is_policy_name(text: str) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
+
+from astraflow.errors import WeightError
 
 
 class VersionInfo(msgspec.Struct, frozen=True):
@@ -15,6 +17,15 @@ class VersionInfo(msgspec.Struct, frozen=True):
     full_nbytes: int  # of its full parts; -1: it has none
     base: int = -1  # of its delta; -1: it has none
     delta_nbytes: int = 0
+
+
+def by_version(infos: Iterable[VersionInfo], where: str) -> dict[int, VersionInfo]:
+    """What a store that we asked `where` says that it has. Raises: WeightError: no store can have that."""
+    known = {info.version: info for info in infos}
+    for info in known.values():
+        if not -1 <= info.base < info.version or info.full_nbytes < -1 or info.delta_nbytes < 0:
+            raise WeightError("listing", where, f"has an impossible version ({info})", "ask another store")
+    return known
 
 
 class Hop(NamedTuple):
@@ -48,7 +59,7 @@ def cheapest(infos: Mapping[int, VersionInfo], held: int, wanted: int) -> Route 
             return best
         if info.full_nbytes >= 0 and (best is None or nbytes + info.full_nbytes < best.nbytes):
             best = Route((Hop(version, "full"), *hops), nbytes + info.full_nbytes)
-        if info.base < 0 or (best is not None and nbytes + info.delta_nbytes >= best.nbytes):
+        if not 0 <= info.base < version or (best is not None and nbytes + info.delta_nbytes >= best.nbytes):
             return best
         hops = (Hop(version, "delta", info.base), *hops)
         nbytes, version = nbytes + info.delta_nbytes, info.base

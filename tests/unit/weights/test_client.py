@@ -199,6 +199,15 @@ def test_two_readers_of_one_part_do_not_wait_for_each_other(
     assert same_bits(fetched.tensors, make_tensors())
 
 
+@pytest.mark.parametrize("name", ["../victim", "", "A" * 32, "a" * 31, "a" * 33])
+def test_what_is_no_checksum_never_becomes_a_path(tmp_path: Path, name: str) -> None:
+    (tmp_path / "victim").write_bytes(b"precious")
+    for given in (name, str(tmp_path / "victim")):
+        with pytest.raises(WeightError, match="must be 32 hex digits"):
+            Spooled(tmp_path / "spool", given, 100)
+    assert (tmp_path / "victim").read_bytes() == b"precious"
+
+
 def test_what_nobody_came_back_for_is_removed(tmp_path: Path) -> None:
     (tmp_path / "old").touch()
     (tmp_path / "new").touch()

@@ -16,15 +16,21 @@ from astraflow.weights.manifest import (
     TornPart,
     is_file_name,
     is_policy_name,
+    read_delta,
     read_manifest,
 )
 
 
 def example(**changes: Any) -> Manifest:
-    entries = (TensorEntry("a", "BF16", (2, 3), "00"), TensorEntry("b", "F32", (), "01"))
-    part = Part("model.safetensors", 100, "02", (Placement("a", 64, 12), Placement("b", 76, 4)))
+    entries = (TensorEntry("a", "BF16", (2, 3), "00" * 16), TensorEntry("b", "F32", (), "01" * 16))
+    part = Part("model.safetensors", 100, "02" * 16, (Placement("a", 64, 12), Placement("b", 76, 4)))
     manifest = Manifest(
-        policy="actor", version=3, parent=2, tensors=entries, parts=(part,), files=(FileEntry("config.json", 5, "03"),)
+        policy="actor",
+        version=3,
+        parent=2,
+        tensors=entries,
+        parts=(part,),
+        files=(FileEntry("config.json", 5, "03" * 16),),
     )
     return msgspec.structs.replace(manifest, **changes)
 
@@ -52,21 +58,28 @@ def test_a_half_written_manifest_is_torn(length: int) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"files": (FileEntry("../config.json", 5, "03"),)},
-        {"files": (FileEntry("/etc/passwd", 5, "03"),)},
-        {"files": (FileEntry(".lock", 5, "03"),)},
-        {"files": (FileEntry("model.safetensors", 5, "03"),)},
-        {"delta": Delta(2, (FileEntry("model.safetensors", 5, "03"),))},
-        {"delta": Delta(2, (FileEntry("../delta.bin", 5, "03"),))},
+        {"files": (FileEntry("../config.json", 5, "03" * 16),)},
+        {"files": (FileEntry("/etc/passwd", 5, "03" * 16),)},
+        {"files": (FileEntry(".lock", 5, "03" * 16),)},
+        {"files": (FileEntry("model.safetensors", 5, "03" * 16),)},
+        {"delta": Delta(2, (FileEntry("model.safetensors", 5, "03" * 16),))},
+        {"delta": Delta(2, (FileEntry("../delta.bin", 5, "03" * 16),))},
         {"tensors": example().tensors * 2},
         {"files": (FileEntry("config.json", 5, "../03"),)},
+        {"files": (FileEntry("config.json", 5, "03"),)},
+        {"files": (FileEntry("config.json", 5, "A3" * 16),)},
+        {"files": (FileEntry("config.json", -5, "03" * 16),)},
+        {"files": (FileEntry("config.json", 1 << 50, "03" * 16),)},
+        {"parts": (), "delta": Delta(2, (FileEntry("delta.bin", 5, "/tmp/victim"),))},
+        {"parts": (), "delta": Delta(2, ()), "tensors": (TensorEntry("a", "BF16", (1 << 43, 8), "00" * 16),)},
+        {"parts": (), "delta": Delta(2, ()), "tensors": (TensorEntry("a", "BF16", (0,) * 99, "00" * 16),)},
         {"parts": ()},
-        {"parts": (Part("m.safetensors", 70, "02", (Placement("a", 64, 12), Placement("b", 76, 4))),)},
-        {"parts": (Part("m.safetensors", 100, "02", (Placement("a", -4, 12), Placement("b", 76, 4))),)},
-        {"parts": (Part("m.safetensors", 100, "02", (Placement("a", 64, 10), Placement("b", 76, 4))),)},
-        {"parts": (Part("m.safetensors", 100, "02", (Placement("a", 64, 12), Placement("a", 64, 12))),)},
-        {"tensors": (TensorEntry("a", "BF17", (2, 3), "00"), TensorEntry("b", "F32", (), "01"))},
-        {"tensors": (TensorEntry("a", "BF16", (-2, -3), "00"), TensorEntry("b", "F32", (), "01"))},
+        {"parts": (Part("m.safetensors", 70, "02" * 16, (Placement("a", 64, 12), Placement("b", 76, 4))),)},
+        {"parts": (Part("m.safetensors", 100, "02" * 16, (Placement("a", -4, 12), Placement("b", 76, 4))),)},
+        {"parts": (Part("m.safetensors", 100, "02" * 16, (Placement("a", 64, 10), Placement("b", 76, 4))),)},
+        {"parts": (Part("m.safetensors", 100, "02" * 16, (Placement("a", 64, 12), Placement("a", 64, 12))),)},
+        {"tensors": (TensorEntry("a", "BF17", (2, 3), "00" * 16), TensorEntry("b", "F32", (), "01" * 16))},
+        {"tensors": (TensorEntry("a", "BF16", (-2, -3), "00" * 16), TensorEntry("b", "F32", (), "01" * 16))},
     ],
 )
 def test_a_manifest_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
@@ -86,15 +99,28 @@ def test_a_manifest_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
 )
 def test_tensors_that_share_bytes_or_leave_their_part_are_refused(places: tuple[Placement, ...]) -> None:
     with pytest.raises(TornPart, match="places"):
-        read(example(parts=(Part("model.safetensors", 100, "02", places),)))
+        read(example(parts=(Part("model.safetensors", 100, "02" * 16, places),)))
     beside = (Placement("b", 96, 4), Placement("a", 84, 12))
-    read(example(parts=(Part("model.safetensors", 100, "02", beside),)))
+    read(example(parts=(Part("model.safetensors", 100, "02" * 16, beside),)))
 
 
 def test_a_version_may_travel_as_a_delta_only() -> None:
-    delta = Delta(2, (FileEntry("delta-00001-of-00001.bin", 9, "09"),))
+    delta = Delta(2, (FileEntry("delta-00001-of-00001.bin", 9, "09" * 16),))
     assert read(example(parts=(), delta=delta)).delta == delta
     assert read(example(delta=delta)).nbytes == 100
+
+
+def test_a_merged_delta_is_checked_like_a_manifest() -> None:
+    good = Delta(1, (FileEntry("merged.bin", 9, "09" * 16),))
+    assert read_delta(msgspec.json.encode(good), 3, 1, "there") == good
+    lies = [Delta(1, (FileEntry("merged.bin", 9, text),)) for text in ("/tmp/victim", "../victim", "09" * 15, "")]
+    lies += [Delta(1, (FileEntry("merged.bin", nbytes, "09" * 16),)) for nbytes in (-1, 1 << 60)]
+    lies += [Delta(1, (FileEntry("../x", 9, "09" * 16),)), Delta(2, good.parts), Delta(3, good.parts)]
+    for payload in (*map(msgspec.json.encode, lies), b"<html>", b'"\xff"', b'{"a":' + b"[" * 10_000, b"null"):
+        with pytest.raises(TornPart):
+            read_delta(payload, 3, 1, "there")
+    with pytest.raises(TornPart):
+        read_delta(msgspec.json.encode(Delta(3, good.parts)), 3, 3, "there")
 
 
 @pytest.mark.parametrize("base", [-1, 3, 4])
@@ -104,7 +130,9 @@ def test_a_delta_from_a_later_version_is_refused(base: int) -> None:
 
 
 def test_content_is_the_same_whatever_the_packing() -> None:
-    other = example(parts=(), parent=-1, files=(*example().files, FileEntry("model.safetensors.index.json", 9, "09")))
+    other = example(
+        parts=(), parent=-1, files=(*example().files, FileEntry("model.safetensors.index.json", 9, "09" * 16))
+    )
     assert example().same_content(other)
     assert not example().same_content(example(files=()))
     assert not example().same_content(example(tensors=example().tensors[:1]))

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow.weights.plan import Hop, VersionInfo, cheapest, full_is_due, retained
+from astraflow.errors import WeightError
+from astraflow.weights.plan import Hop, VersionInfo, by_version, cheapest, full_is_due, retained
 
 
 def chain(*kinds: str) -> dict[int, VersionInfo]:
@@ -17,6 +18,21 @@ def chain(*kinds: str) -> dict[int, VersionInfo]:
         base = version - 1 if "d" in kind.lower() else -1
         infos[version] = VersionInfo(version, full, base, delta if base >= 0 else 0)
     return infos
+
+
+@pytest.mark.parametrize("base", [5, 6])
+def test_a_listing_that_goes_in_circles_has_no_route(base: int) -> None:
+    assert cheapest({5: VersionInfo(5, -1, base, 0), 6: VersionInfo(6, -1, 5, 0)}, 1, 5) is None
+
+
+@pytest.mark.parametrize(
+    "info",
+    [VersionInfo(5, -1, 5, 0), VersionInfo(5, -1, 7, 0), VersionInfo(5, -2), VersionInfo(5, -1, 4, -1),
+     VersionInfo(-1, 5), VersionInfo(5, 5, -2)],
+)  # fmt: skip
+def test_a_listing_of_what_cannot_be_is_refused(info: VersionInfo) -> None:
+    with pytest.raises(WeightError, match="impossible"):
+        by_version([VersionInfo(4, 9), info], "there")
 
 
 def test_a_reader_that_is_one_behind_takes_the_delta() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,25 +12,45 @@ from astraflow.weights.fetch.route import Reader, retry, way
 from astraflow.weights.manifest import INDEX, FileEntry, Manifest, Part
 from astraflow.weights.store import FileStore
 
+log = logging.getLogger(__name__)
 
-def copy_version(reader: Reader, store: FileStore, wanted: int, wait_s: float = 0.0) -> None:
+
+def copy_version(
+    reader: Reader, store: FileStore, wanted: int, wait_s: float = 0.0, *, compare: bool = False
+) -> None:  # fmt: skip
     """`wanted`, by the fewest bytes beside what `store` has, and visible there when this returns.
 
-    Waits up to `wait_s` for a version that is newer than all that `reader` has.
+    Waits up to `wait_s` for a version that is newer than all that `reader` has. `compare`: what `store` has may be of
+    another past (of a trainer that lost its versions and took its steps again): that goes.
     Raises: WeightError: `reader` has no way to it, or its bytes are not those that were published.
     """
     with reader.reading(wanted) as lease:
         last = retry(lambda: reader.manifest(wanted, wait_s))
+        if compare:
+            _drop_other_past(reader, store)
         held = max((version for version in store.infos() if version <= wanted), default=-1)
         # Not merged: a reader of `store` may hold any of the versions between.
-        for version, delta in way(reader, held, last, merge=False):
+        for manifest, delta in way(reader, held, last, merge=False):
             lease.extend()
-            manifest = last if version == wanted else retry(lambda v=version: reader.manifest(v))  # type: ignore[misc]
             if delta is None:
                 manifest = msgspec.structs.replace(manifest, delta=None)
             else:
                 manifest = msgspec.structs.replace(_without_parts(manifest), delta=delta)
-            store.adopt(manifest, _reading(reader, store, version))
+            store.adopt(manifest, _reading(reader, store, manifest.version))
+
+
+def _drop_other_past(reader: Reader, store: FileStore) -> None:
+    """From the newest of `store` down to the first one that `reader` has too: those before it were made before it."""
+    there, other = reader.infos(), []
+    for version in reversed(store.versions()):
+        if version in there:
+            manifest = retry(lambda v=version: reader.manifest(v))  # type: ignore[misc]
+            if store.manifest(version).same_content(manifest):
+                break
+        other.append(version)
+    if other:
+        log.warning("removed versions %s: they are not those of the trainer any more", other)
+        store.drop(other)
 
 
 def add_tensors(reader: Reader, store: FileStore, version: int) -> None:

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from astraflow.errors import Unreachable, WeightError, WireError
 from astraflow.weights.app import Listing
 from astraflow.weights.fetch.route import TRIES, Lease
 from astraflow.weights.fetch.spool import MIN_BYTES, collected
-from astraflow.weights.manifest import MANIFEST, Delta, FileEntry, Manifest, Part, read_manifest
-from astraflow.weights.plan import VersionInfo
+from astraflow.weights.manifest import MANIFEST, Delta, FileEntry, Manifest, Part, decoded, read_delta, read_manifest
+from astraflow.weights.plan import VersionInfo, by_version
 from astraflow.wire.client import HttpClient
 
 _PAUSE_S = 0.2
@@ -42,8 +40,8 @@ class HttpReader:
     def infos(self) -> dict[int, VersionInfo]:
         """What can be fetched."""
         _, payload, _ = self._client.get_bytes("GET", self._path)
-        listing = msgspec.json.decode(payload, type=Listing)
-        return {info.version: info for info in listing.infos}
+        where = f"{self._client.base_url}{self._path}"
+        return by_version(decoded(payload, Listing, where).infos, where)
 
     def manifest(self, version: int, wait_s: float = 0.0) -> Manifest:
         """Waits up to `wait_s` for a version that is newer than all that the store has."""
@@ -81,13 +79,14 @@ class HttpReader:
 
     def merged(self, version: int, base: int) -> Delta | None:
         """One delta from `base` to `version`; None: a store that does not merge."""
+        path = f"{self._path}/{version}/delta?base={base}"
         try:
-            _, payload, _ = self._client.get_bytes("GET", f"{self._path}/{version}/delta?base={base}")
+            _, payload, _ = self._client.get_bytes("GET", path)
         except WireError as error:
             if error.status == 404:
                 return None
             raise
-        return msgspec.json.decode(payload, type=Delta)
+        return read_delta(payload, version, base, f"{self._client.base_url}{path}")
 
     def reading(self, version: int) -> contextlib.AbstractContextManager[Lease]:
         """The server keeps what it has just described."""

@@ -14,7 +14,7 @@ import msgspec
 from astraflow.errors import WeightError
 from astraflow.weights.delta.faults import DamagedDelta, DeltaMismatch, WrongBase
 from astraflow.weights.manifest import Delta, FileEntry, Manifest, Part, TornPart
-from astraflow.weights.plan import VersionInfo, cheapest
+from astraflow.weights.plan import Hop, VersionInfo, cheapest
 from astraflow.weights.tensors import checksum, view_part
 
 if TYPE_CHECKING:
@@ -83,11 +83,13 @@ class Counts(msgspec.Struct):
 class Leg(NamedTuple):
     """One fetch on the way to a version."""
 
-    version: int
+    manifest: Manifest
     delta: Delta | None  # to apply to what is held then; None: all tensors
 
 
-def way(reader: Reader, held: int, wanted: Manifest, *, merge: bool = True) -> Iterator[Leg]:
+def way(
+    reader: Reader, held: int, wanted: Manifest, *, merge: bool = True, counts: Counts | None = None
+) -> Iterator[Leg]:
     """The fetches that lead from version `held` (-1: nothing) to `wanted` by the fewest bytes.
 
     Args: merge: several deltas may come as one, which leads past the versions between.
@@ -106,14 +108,28 @@ def way(reader: Reader, held: int, wanted: Manifest, *, merge: bool = True) -> I
             "version", version, f"cannot be reached from what the store has ({has})",
             "fetch the newest version, or raise weights.keep",
         )  # fmt: skip
-    yield from (Leg(hop.version, None) for hop in route.hops if hop.kind == "full")
     chain = [hop for hop in route.hops if hop.kind == "delta"]  # always the end of a route
-    if merge and len(chain) > 1 and (merged := reader.merged(version, chain[0].base)) is not None:
-        yield Leg(version, merged)
-        return
-    for hop in chain:
-        delta = wanted.delta if hop.version == version else retry(lambda v=hop.version: reader.manifest(v)).delta  # type: ignore[misc]
-        yield Leg(hop.version, delta)
+    for hop in route.hops:
+        if merge and hop.kind == "delta" and len(chain) > 1:
+            merged = retry(lambda: reader.merged(version, chain[0].base), counts)
+            if merged is not None:
+                yield Leg(wanted, merged)
+                return
+            merge = False
+        manifest = wanted
+        if hop.version != version:
+            manifest = retry(lambda v=hop.version: reader.manifest(v), counts)  # type: ignore[misc]
+        yield _leg(hop, manifest)
+
+
+def _leg(hop: Hop, manifest: Manifest) -> Leg:
+    """Raises: WeightError: the store has listed the version as another one than it gives."""
+    delta = manifest.delta if hop.kind == "delta" else None
+    if (delta is None and not manifest.parts) or (hop.kind == "delta" and (delta is None or delta.base != hop.base)):
+        raise WeightError(
+            "version", hop.version, "does not travel as the store has listed it", "ask another store, or publish again"
+        )
+    return Leg(manifest, delta)
 
 
 class _Trip:
@@ -134,11 +150,9 @@ class _Trip:
             return self._follow(None, manifest, lease)
 
     def _follow(self, held: Held | None, wanted: Manifest, lease: Lease) -> Held:
-        for version, delta in way(self._reader, -1 if held is None else held.version, wanted):
+        version = -1 if held is None else held.version
+        for manifest, delta in way(self._reader, version, wanted, counts=self._counts):
             lease.extend()
-            manifest = wanted
-            if version != wanted.version:
-                manifest = self._retry(lambda v=version: self._reader.manifest(v))  # type: ignore[misc]
             if delta is None:
                 held = self._whole(manifest, lease)
             elif held is not None:

@@ -19,7 +19,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from astraflow.weights.manifest import FileEntry, Part
+from astraflow.errors import WeightError
+from astraflow.weights.manifest import FileEntry, Part, is_digest
 
 Download = Callable[[memoryview, int, Callable[[int], None]], None]
 """Fills a buffer from a position on, and says after each piece up to where it is filled."""
@@ -35,7 +36,10 @@ class Spooled:
     """One part on its way. `target`: its bytes; `filled`: how many of them are there."""
 
     def __init__(self, directory: Path, checksum: str, nbytes: int) -> None:
-        """Raises: BlockingIOError: another process fetches the same part. OSError: a full disk."""
+        """Raises: BlockingIOError: another process fetches the same part. OSError: a full disk. WeightError: `checksum`
+        is none, and would be a path."""
+        if not is_digest(checksum):
+            raise WeightError("checksum", checksum, "must be 32 hex digits", "ask another store")
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path = directory / checksum
         self._nbytes = nbytes

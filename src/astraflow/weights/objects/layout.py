@@ -57,7 +57,7 @@ def read_index(payload: bytes, where: str) -> Index:
     """Raises: WeightError: damaged."""
     try:
         return msgspec.json.decode(payload, type=Index)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WeightError(
             "index", where, f"is not an index ({error})", "it is written again with the next version"
         ) from error

@@ -16,7 +16,7 @@ from astraflow.weights.manifest import MANIFEST, Delta, FileEntry, Manifest, Par
 from astraflow.weights.objects.bucket import Bucket, MissingObject
 from astraflow.weights.objects.layout import INDEX, Index, read_index, split_store_url
 from astraflow.weights.objects.leases import reading
-from astraflow.weights.plan import VersionInfo
+from astraflow.weights.plan import VersionInfo, by_version
 
 CHUNK_BYTES = 8 << 20
 CHUNKS_AT_ONCE = 4
@@ -55,7 +55,7 @@ class ObjectReader:
     def infos(self) -> dict[int, VersionInfo]:
         """What can be fetched, as the index says it."""
         try:
-            return {info.version: info for info in self._index().infos}
+            return by_version(self._index().infos, f"{self._bucket.url}/{INDEX}")
         except MissingObject:
             return {}
 
