@@ -18,12 +18,17 @@ from astraflow.types import Adapter
 
 CONFIG, BASE, TENSORS = "adapter_config.json", "adapter_base.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the names of tensors
+_FREE = frozenset((
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
+    "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "megatron_core", "qalora_group_size",
+))  # fmt: skip
+"""Settings of peft that do not matter beside the tensors, or are read here. All others must have no effect."""
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False, None), "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "modules_to_save": (None, []),
-    "lora_bias": (False, None), "trainable_token_indices": (None, []), "target_parameters": (None, []),
+    "peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": (True, False, "gaussian"),
 }  # fmt: skip
-"""Settings of peft under which an adapter is W + scaling * B A for each pair, with one scaling: value(s) allowed."""
+"""Settings with other neutral values than none, false and empty. Other ways to start an adapter change its base."""
+_NEUTRAL = (None, False, [], {}, "")
 
 
 def write_adapter_files(
@@ -52,21 +57,26 @@ def read_adapter(files: Mapping[str, bytes]) -> Adapter | None:
     if CONFIG not in files:
         return None
     settings = _decoded(files, CONFIG)
-    for name, allowed in _PLAIN.items():
-        if name in settings and settings[name] not in allowed:
-            raise ModelError(
-                f"{CONFIG} {name}", settings[name], "is not supported", f"use plain LoRA ({name}={allowed[0]!r})"
-            )
-    rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise ModelError(CONFIG, f"r={rank!r}, lora_alpha={alpha!r}", "must be numbers", "write it as peft does")
+    for name, value in settings.items():
+        allowed = _PLAIN.get(name, _NEUTRAL)
+        if name not in _FREE and not any(type(value) is type(one) and value == one for one in allowed):
+            raise ModelError(f"{CONFIG} {name}", value, "is not supported", f"use plain LoRA ({name}={allowed[0]!r})")
+    rank: Any = settings.get("r")
+    alpha: Any = settings.get("lora_alpha")
+    root = settings.get("use_rslora") or False
+    numbers = type(rank) is int and rank > 0 and type(alpha) in (int, float) and math.isfinite(alpha)
+    if not numbers or type(root) is not bool or settings.get("peft_type") != "LORA":
+        raise ModelError(
+            CONFIG, f"peft_type={settings.get('peft_type')!r}, r={rank!r}, lora_alpha={alpha!r}, use_rslora={root!r}",
+            "must be LORA with numbers and a flag", "write it as peft does",
+        )  # fmt: skip
     base = _decoded(files, BASE).get("xxh3") if BASE in files else None
     if not isinstance(base, str) or not base:
         raise ModelError(
             BASE, base, "must name the base of the adapter", f'publish {{"xxh3": ...}} with it as {BASE}: '
             "models.load.content_checksum of the model directory",
         )  # fmt: skip
-    return Adapter(alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank), base)
+    return Adapter(alpha / (math.sqrt(rank) if root else rank), base)
 
 
 def _decoded(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
