@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from astraflow.errors import ModelError
@@ -65,23 +67,41 @@ def effective_checksum(tensors: Mapping[str, torch.Tensor], dtype: str | None = 
 def content_checksum(directory: Path) -> str:
     """xxh3-128 in hex over the weights in a model directory as they are stored, one tensor at a time.
 
-    Raises: ModelError: unreadable.
+    Raises: ModelError: unreadable, or stored in another way than as safetensors.
     """
     return checksum_of(stored_tensors(directory))
 
 
 def stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights in a model directory as they are stored, by name, one at a time. Raises: ModelError: unreadable."""
+    """The tensors that transformers would load from a model directory, as they are stored, by name, one at a time.
+
+    Raises: ModelError: unreadable, or stored in another way than as safetensors.
+    """
     try:
+        paths = _weight_files(directory)
         with ExitStack() as stack:
-            files = [stack.enter_context(safe_open(p, "pt")) for p in sorted(directory.glob("*.safetensors"))]
+            files = [stack.enter_context(safe_open(path, "pt")) for path in paths]
             owner = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
             for name in sorted(owner):
                 yield name, owner[name].get_tensor(name)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
         raise ModelError(
             "model", str(directory), f"cannot be read ({_first_line(error)})", "give a whole model directory"
         ) from error
+    if not owner:
+        raise ModelError(
+            "model", str(directory), "holds no weights as safetensors",
+            "convert it: AutoModelForCausalLM.from_pretrained(directory).save_pretrained(directory)",
+        )  # fmt: skip
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """As transformers chooses them; other *.safetensors beside them are no part of the model."""
+    if (whole := directory / SAFE_WEIGHTS_NAME).is_file():
+        return [whole]
+    if not (index := directory / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        return []
+    return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
 
 
 def checksum_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str | None = None) -> str:

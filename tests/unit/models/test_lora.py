@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import peft
@@ -13,15 +14,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from astraflow.config.schema import LoraSection
 from astraflow.errors import ModelError
-from astraflow.models.load import content_checksum, load_model, load_tensors, state_tensors
+from astraflow.models.load import content_checksum, effective_checksum, load_model, load_tensors, state_tensors
 from astraflow.models.lora.adapter import BASE, CONFIG, TENSORS, read_adapter, write_adapter_files
 from astraflow.models.lora.layers import LoraLinear, add_lora, effective_tensors, load_lora, lora_tensors, peft_names
-from astraflow.models.lora.merge import load_adapter, merge_pair
+from astraflow.models.lora.merge import load_adapter, merge_pair, merged_checksum
 from astraflow.models.tiny_char import write_tiny_char
 
 SECTION = LoraSection(rank=4, alpha=6.0)
 # peft asks transformers by a name that it is about to drop.
 OLD_NAMES = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+OLD_FILES = pytest.mark.parametrize("extra", ["tied", "old", "other file"])
 IDS = torch.arange(3, 45)[None]
 
 
@@ -212,14 +214,44 @@ def test_the_base_is_known_by_its_content(tiny: Path, tmp_path: Path) -> None:
         (tmp_path / place).mkdir()
         for part in range(parts):
             mine = {n: t for i, (n, t) in enumerate(sorted(tensors.items())) if i % parts == part}
-            save_file(mine, tmp_path / place / f"model-{part}.safetensors")
+            save_file(mine, tmp_path / place / (f"part-{part}.safetensors" if parts > 1 else "model.safetensors"))
+        if parts > 1:
+            index = {"weight_map": {n: f"part-{i % parts}.safetensors" for i, n in enumerate(sorted(tensors))}}
+            (tmp_path / place / "model.safetensors.index.json").write_text(json.dumps(index))
         tensors = {n: t + (1e-3 if place == "parts" and t.ndim > 1 else 0) for n, t in tensors.items()}
     known = content_checksum(tiny)
     assert content_checksum(tmp_path / "whole") == content_checksum(tmp_path / "parts") == known
     assert content_checksum(tmp_path / "other") != known
-    (tmp_path / "other" / "model-0.safetensors").write_bytes(b"torn")
+    save_file({"more": torch.ones(3)}, tmp_path / "whole" / "consolidated.safetensors")
+    assert content_checksum(tmp_path / "whole") == known, "a file that is no part of the model counts"
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(ModelError, match="cannot be read"):
         content_checksum(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "other" / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="holds no weights as safetensors; convert it"):
+        content_checksum(tmp_path / "other")
+
+
+@OLD_FILES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_an_engine_must_have_is_told_from_files_that_hold_more(
+    tiny: Path, tmp_path: Path, extra: str, dtype: str
+) -> None:
+    shutil.copytree(tiny, tmp_path / "model")
+    stored = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(stored)
+    if extra == "tied":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    elif extra == "old":
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    else:
+        save_file({"tok_embeddings.weight": torch.ones(3)}, tmp_path / "model" / "consolidated.safetensors")
+    save_file(tensors, stored, {"format": "pt"})
+    adapter = peft_names(lora_tensors(trained(tiny)))
+    engine = load_model(tmp_path / "model", dtype)
+    load_adapter(engine, adapter, 1.5, {})
+    expected = effective_checksum(state_tensors(engine))
+    assert merged_checksum(tmp_path / "model", adapter, 1.5, dtype) == expected
 
 
 def test_layers_stay_where_they_are(tiny: Path) -> None:

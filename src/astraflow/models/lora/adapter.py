@@ -20,8 +20,8 @@ CONFIG, BASE, TENSORS = "adapter_config.json", "adapter_base.json", "adapter_mod
 PREFIX = "base_model.model."  # of the names of tensors
 _FREE = frozenset((
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
-    "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
-    "megatron_core", "qalora_group_size",
+    "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "megatron_core", "qalora_group_size",
 ))  # fmt: skip
 """Settings of peft that do not matter beside the tensors, or are read here. All others must have no effect."""
 _PLAIN: Mapping[str, tuple[Any, ...]] = {

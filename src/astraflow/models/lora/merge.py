@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from astraflow.errors import ModelError
-from astraflow.models.load import DTYPES, checksum_of, state_tensors, stored_tensors
+from astraflow.models.load import DTYPES, checksum_of, load_model, state_tensors
 from astraflow.models.lora.adapter import PREFIX
 
 _BLOCK = 1 << 20  # elements in float64 at once
@@ -53,15 +53,20 @@ def load_adapter(
         own[name].copy_(merge_pair(base[name], a, b, scaling))
 
 
+@torch.no_grad()
 def merged_checksum(directory: Path, tensors: Mapping[str, torch.Tensor], scaling: float, dtype: str) -> str:
-    """`effective_checksum` of an engine of `dtype` with this adapter on the model in `directory`; no model is built.
+    """`effective_checksum` of an engine of `dtype` with this adapter on the model in `directory`.
 
     Raises: ModelError: the directory cannot be read.
     """
+    # Loaded as an engine loads it, so that the set of tensors is the same: a file may hold tied weights twice, names of
+    # another time, or leave names out. In float32, as another dtype would for a moment be torch's default, also for an
+    # engine that decodes in another thread.
+    own = state_tensors(load_model(directory))
 
     def merged() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, stored in stored_tensors(directory):
-            tensor = stored.to(DTYPES[dtype]) if stored.is_floating_point() else stored
+        for name in sorted(own):
+            tensor = own[name].to(DTYPES[dtype]) if own[name].is_floating_point() else own[name]
             layer = PREFIX + name.removesuffix(".weight")
             if layer + _A in tensors:
                 tensor = merge_pair(tensor, tensors[layer + _A], tensors[layer + _B], scaling)
