@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from astraflow.config.schema import PolicySection
 from astraflow.errors import TrainingError
 from astraflow.models.load import DTYPES, content_checksum, effective_checksum, load_model, load_tensors, state_tensors
-from astraflow.models.lora.adapter import TENSORS, write_adapter_files
+from astraflow.models.lora.adapter import BASE, CONFIG, TENSORS, read_adapter, write_adapter_files
 from astraflow.models.lora.layers import add_lora, effective_tensors, load_lora, lora_tensors, peft_names
 from astraflow.training.checkpoint import ADAPTER, SavedAdapter, TrainingState, model_files
 
@@ -120,11 +120,25 @@ class AdapterOnly:
         """Nothing: the adapter came with the model."""
 
     def _load(self, checkpoint: Path) -> None:
+        folder = checkpoint / ADAPTER
         try:
-            tensors = load_file(checkpoint / ADAPTER / TENSORS)
+            tensors = load_file(folder / TENSORS)
+            then = read_adapter({name: (folder / name).read_bytes() for name in (CONFIG, BASE)})
         except (OSError, SafetensorError) as error:
             raise TrainingError(
                 "checkpoint", str(checkpoint), f"holds no adapter that can be read ({error})",
                 "resume with the policies.*.lora of the run, or start a new run from it as the model",
             ) from error  # fmt: skip
+        now = read_adapter({path.name: path.read_bytes() for path in self._adapter_files})
+        assert then is not None and now is not None
+        if then.base != now.base:
+            raise TrainingError(
+                "checkpoint adapter base", then.base, f"is not the model of the policy now ({now.base})",
+                "put back the model that the run began with, or start a new run from the checkpoint as the model",
+            )  # fmt: skip
         load_lora(self.model, tensors)
+        if then.scaling != now.scaling:
+            raise TrainingError(
+                "policies.*.lora alpha / rank", now.scaling, f"is not that of the checkpoint ({then.scaling})",
+                "resume with the policies.*.lora of the run, or start a new run from it as the model",
+            )  # fmt: skip

@@ -7,6 +7,7 @@ import json
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from astraflow.errors import ModelError, TrainingError
@@ -91,6 +92,19 @@ def test_another_rank_or_no_adapter_is_refused_at_a_resume(start):
         start(lora={"rank": 8})
     with pytest.raises(TrainingError, match=r"checkpoint\.optimizer"):
         start(lora=None)
+
+
+def test_another_scaling_or_base_is_refused_at_a_resume(start, model):
+    learner = start()
+    learner.train(random_batch(0))
+    learner.save()
+    with pytest.raises(TrainingError, match=r"lora alpha / rank=16\.0 is not that of the checkpoint \(1\.5\)"):
+        start(lora={**LORA["lora"], "alpha": 64})
+    known = content_checksum(model)
+    stored = model / "model.safetensors"
+    save_file({name: tensor * 1.5 for name, tensor in load_file(stored).items()}, stored, {"format": "pt"})
+    with pytest.raises(TrainingError, match=f"checkpoint adapter base={known} is not the model of the policy now"):
+        start()
 
 
 def test_a_checkpoint_without_adapter_is_refused(start):
