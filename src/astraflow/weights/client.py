@@ -8,22 +8,24 @@ that keeps failing is left for the next; only when all failed is there an error,
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
 from astraflow.config.env import shared_memory_allowed
-from astraflow.config.secrets import masked_url
-from astraflow.errors import AstraFlowError, ProtocolMismatch, Unauthorized, Unreachable, WeightError, WireError
+from astraflow.config.secrets import has_credentials, masked_url
+from astraflow.errors import ProtocolMismatch, Unauthorized, Unreachable, WeightError, WireError
 from astraflow.types import WeightVersion
-from astraflow.weights.fetch.choose import Chooser
+from astraflow.weights.fetch.choose import PROBE_S, Chooser
 from astraflow.weights.fetch.copy import add_tensors, copy_version
-from astraflow.weights.fetch.http import HttpReader
+from astraflow.weights.fetch.http import HttpReader, SlowStore
 from astraflow.weights.fetch.route import Counts, Held, Reader, bring, retry, verified
 from astraflow.weights.fetch.spool import sweep
 from astraflow.weights.manifest import Manifest
@@ -35,6 +37,9 @@ from astraflow.wire.client import HttpClient
 if TYPE_CHECKING:
     import torch
 
+R = TypeVar("R")
+_Failures = list[tuple[str, BaseException]]
+_plain = re.compile(r"[!-~]+").fullmatch  # what can be sent in the head of a request
 logger = logging.getLogger(__name__)
 ANNOUNCED_WAIT_S = 30.0
 """For a version that was announced: its trainer may still be encoding it."""
@@ -98,52 +103,32 @@ class WeightClient:
             raise WeightError(
                 f"{wanted.policy} version", wanted.version, "has not been published", "wait until the trainer publishes"
             )
-        failures: list[tuple[str, AstraFlowError]] = []
-        for url in self._candidates(wanted.policy, self._chooser.order(wanted.urls)):
-            try:
-                fetched = self._fetch_from(url, wanted, None if held is None else held.held)
-            except (WeightError, WireError) as error:
-                self._note_failure(wanted.policy, url)
-                shown = masked_url(url)
-                logger.warning("weights of %s %d: %s failed: %s", wanted.policy, wanted.version, shown, error)
-                failures.append((url, error))
-                continue
-            if fetched is not None:
-                self._count("fetches")
-                self._note_success(wanted.policy, url)
-                return fetched
-            failures.append((url, _elsewhere(url)))
-        for _, failure in failures:
-            if isinstance(failure, Unauthorized | ProtocolMismatch):
-                raise failure
-        tried = "; ".join(f"{masked_url(url)}: {failure}" for url, failure in failures)
-        raise WeightError(
-            f"{wanted.policy} version", wanted.version, f"could not be fetched from any store ({tried})",
-            "check that the trainer runs and that [weights] host is reachable from here",
-        )  # fmt: skip
+        earlier = None if held is None else held.held
+        good, bad = _sorted_out(wanted.urls)
+        fetched = self._from_one(
+            wanted, self._chooser.order(good), lambda url, leave: self._fetch_from(url, wanted, earlier, leave), bad
+        )
+        self._count("fetches")
+        return fetched
 
-    def copy(self, wanted: WeightVersion, store: FileStore) -> str:
+    def copy(self, wanted: WeightVersion, store: FileStore, *, compare: bool = False) -> str:
         """Make `wanted` visible in `store` too, as it travels, from the first of its stores that has it; its URL.
+        `compare`: see `copy_version`.
 
-        Raises: WeightError: no store had it.
+        Raises: Unauthorized, WeightError: no store had it.
         """
-        failures = []
-        for url in self._candidates(wanted.policy, wanted.urls):
+
+        def attempt(url: str, leave: bool) -> str | None:
             if urlsplit(url).scheme == "file" and not is_object_store(url):
-                continue  # a relay serves those who cannot see the trainer's disk
-            try:
-                reader = self._reader(url, wanted)
-                if reader is not None:
-                    copy_version(reader, store, wanted.version, self._wait_s)
-                    self._note_success(wanted.policy, url)
-                    return url
-            except (WeightError, WireError) as error:
-                self._note_failure(wanted.policy, url)
-                failures.append(f"{masked_url(url)}: {error}")
-        raise WeightError(
-            f"{wanted.policy} version", wanted.version, f"could not be copied from any store ({'; '.join(failures)})",
-            "check that the trainer runs and that [weights] host is reachable from here",
-        )  # fmt: skip
+                return None  # a relay serves those who cannot see the trainer's disk
+            reader = self._reader(url, wanted, leave)
+            if reader is None:
+                return None
+            copy_version(reader, store, wanted.version, self._wait_s, compare=compare)
+            return url
+
+        good, bad = _sorted_out(wanted.urls)
+        return self._from_one(wanted, good, attempt, bad)
 
     def complete(self, wanted: WeightVersion, url: str, store: FileStore) -> None:
         """Give `wanted`, which `store` has as a delta only, its tensors from the store at `url`."""
@@ -158,6 +143,40 @@ class WeightClient:
             for client in self._http.values():
                 client.close()
             self._http.clear()
+
+    def _from_one(
+        self, wanted: WeightVersion, urls: Sequence[str], attempt: Callable[[str, bool], R | None], failures: _Failures
+    ) -> R:
+        """What `attempt(url, leave)` gives for the first store where it works; None: not from here. `leave`: others
+        were not tried yet, so the store may be left because it is slow; when all failed it is asked once more."""
+        waiting, slow = deque(self._candidates(wanted.policy, urls)), set[str]()
+        while waiting:
+            url = waiting.popleft()
+            try:
+                found = attempt(url, bool(waiting) and url not in slow)
+            except SlowStore as error:
+                self._note_failure(wanted.policy, url)
+                _log_left(wanted, url, error)
+                slow.add(url)
+                waiting.append(url)
+                continue
+            except (WeightError, WireError, OSError, MemoryError) as error:  # of this store, or of its bytes here
+                self._note_failure(wanted.policy, url)
+                _log_left(wanted, url, error)
+                failures.append((url, error))
+                continue
+            if found is not None:
+                self._note_success(wanted.policy, url)
+                return found
+            failures.append((url, _elsewhere(url)))
+        for _, failure in failures:
+            if isinstance(failure, Unauthorized | ProtocolMismatch):
+                raise failure
+        tried = "; ".join(f"{masked_url(url)}: {failure}" for url, failure in failures)
+        raise WeightError(
+            f"{wanted.policy} version", wanted.version, f"could not be fetched from any store ({tried})",
+            "check that the trainer runs and that [weights] host is reachable from here",
+        )  # fmt: skip
 
     def _candidates(self, policy: str, urls: Sequence[str]) -> list[str]:
         """`urls`, those that failed lately at the end. Before these the object store that gave the version before, also
@@ -179,8 +198,8 @@ class WeightClient:
         if self._served.get(policy) == url:
             self._served.pop(policy, None)
 
-    def _fetch_from(self, url: str, wanted: WeightVersion, held: Held | None) -> Fetched | None:
-        reader = self._reader(url, wanted)
+    def _fetch_from(self, url: str, wanted: WeightVersion, held: Held | None, leave: bool) -> Fetched | None:
+        reader = self._reader(url, wanted, leave)
         if reader is None:
             return None
         counts = Counts()
@@ -201,7 +220,11 @@ class WeightClient:
                 if not self._objects(base_url, base_url.partition("?")[0].rpartition("/")[2]).is_meant():
                     raise ConnectionError(f"{base_url} is another store")
                 return time.monotonic() - begin
-            self._client(base_url).get_bytes("GET", "/health")
+            asking = HttpClient(base_url, self._token, timeout_s=min(self._timeout_s, PROBE_S), give_up_s=0.0)
+            try:
+                asking.get_bytes("GET", "/health")
+            finally:
+                asking.close()
         except Unreachable as error:  # any other answer is one
             raise ConnectionError(str(error)) from error
         except WeightError as error:
@@ -210,8 +233,8 @@ class WeightClient:
             logger.debug("%s: %s", base_url, error)
         return time.monotonic() - begin
 
-    def _reader(self, url: str, wanted: WeightVersion) -> Reader | None:
-        """The store that `url` means; None: a directory of another host, or not to be used."""
+    def _reader(self, url: str, wanted: WeightVersion, leave: bool = False) -> Reader | None:
+        """The store that `url` means; None: a directory of another host, or not to be used. `leave`: if slow."""
         if is_object_store(url):
             objects = self._objects(url, wanted.policy)
             return objects if objects.is_meant() else None
@@ -225,7 +248,7 @@ class WeightClient:
             client = self._client(f"{parts.scheme}://{parts.netloc}")
             return HttpReader(
                 client, parts.path.rstrip("/"), wanted.policy, spool=self._spool, closed=self._closed,
-                on_retry=self._count_retry,
+                on_retry=self._count_retry, leave=leave,
             )  # fmt: skip
         raise WeightError("url", url, "must start with a scheme", "give the URL that the trainer announced")
 
@@ -267,6 +290,26 @@ def _local_store(path: str, store_id: str, wanted: WeightVersion) -> FileStore |
     if not store.versions() or (store_id and store.store_id != store_id):
         return None
     return store
+
+
+def _sorted_out(urls: Iterable[str]) -> tuple[list[str], _Failures]:
+    """(URLs that can be asked, those that cannot and why): one bad URL costs only its store."""
+    good, bad = list[str](), _Failures()
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            is_http = parts.scheme in ("http", "https")
+            if is_http and (not parts.hostname or parts.port == 0 or _plain(url) is None or has_credentials(url)):
+                raise ValueError("no http://host:port")
+        except ValueError as error:
+            bad.append((url, WeightError("url", masked_url(url), f"is none ({error})", "announce it anew")))
+        else:
+            good.append(url)
+    return good, bad
+
+
+def _log_left(wanted: WeightVersion, url: str, error: BaseException) -> None:
+    logger.warning("weights of %s %d: %s failed: %s", wanted.policy, wanted.version, masked_url(url), error)
 
 
 def _elsewhere(url: str) -> WeightError:

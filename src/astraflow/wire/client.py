@@ -26,7 +26,7 @@ from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 R = TypeVar("R")
 DISK_FULL, AWAY = 507, 503
 _CONNECT_S = 10.0
-_PIECE = 1 << 18  # of a download, after which it is said how much came
+_PIECE = 1 << 18  # of a download, at most, after which it is said how much came
 _LONGEST_PAUSE_S = 5.0  # whatever a service asks for
 
 
@@ -111,7 +111,7 @@ class HttpClient:
             if offset and head.status != 206:
                 offset = 0
             while offset < len(target):
-                count = connection.readinto(target[offset : offset + _PIECE])
+                count = connection.read_some(target[offset : offset + _PIECE])
                 if not count:
                     break
                 offset += count

@@ -78,22 +78,25 @@ class Connection:
     def readinto(self, target: memoryview) -> int:
         """Fill `target` from the body; fewer bytes than asked for only where the body ends or was cut."""
         filled = 0
-        while filled < len(target) and not (self._over and not self._early):
-            if self._early:
-                count = min(len(self._early), len(target) - filled)
-                target[filled : filled + count] = self._early[:count]
-                del self._early[:count]
-            elif self._left is None:
-                self._feed()
-                continue
-            else:
-                count = self._socket.recv_into(target[filled:], min(len(target) - filled, self._left))
-                if not count:
-                    break
-                self._left -= count
-                self._over = not self._left
+        while filled < len(target) and (count := self.read_some(target[filled:])):
             filled += count
         return filled
+
+    def read_some(self, target: memoryview) -> int:
+        """What has come of the body, at least a byte, into `target`; 0: it ended or was cut."""
+        while not self._early and not self._over and self._left is None:
+            self._feed()
+        if self._early:
+            count = min(len(self._early), len(target))
+            target[:count] = self._early[:count]
+            del self._early[:count]
+            return count
+        if self._over or self._left is None:
+            return 0
+        count = self._socket.recv_into(target, min(len(target), self._left))
+        self._left -= count
+        self._over = not self._left
+        return count
 
     def read_rest(self, head: Head) -> memoryview:
         """The whole body in one buffer."""

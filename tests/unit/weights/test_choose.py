@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import threading
+
+import pytest
+
+from astraflow.weights.fetch import choose as choose_module
 from astraflow.weights.fetch.choose import FAILED_S, FORGET_S, Chooser
 
 NEAR, FAR, DIRECTORY = "http://near/weights/a", "http://far/weights/a", "file:///run/weights/a"
@@ -33,6 +38,30 @@ def test_one_store_alone_is_not_probed() -> None:
 
 def test_who_does_not_answer_comes_last() -> None:
     assert chooser({"http://near": None, "http://far": 0.3}).order((NEAR, FAR)) == [FAR, NEAR]
+
+
+def test_all_are_probed_at_once_and_one_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose_module, "PROBE_S", 20.0)
+    together, over = threading.Barrier(3), threading.Event()
+
+    def probe(base: str) -> float:
+        together.wait(20.0)  # broken, and no answer, where they are asked one after the other
+        return 0.1
+
+    urls = [f"http://{name}/weights/a" for name in "abc"]
+    choose = Chooser(probe)
+    choose.order(urls)
+    assert not any(choose.is_broken(url) for url in urls)
+
+    def hang(base: str) -> float:
+        if base == "http://a":
+            over.wait(60.0)
+        return 0.1
+
+    monkeypatch.setattr(choose_module, "PROBE_S", 0.2)
+    choose = Chooser(hang)
+    assert choose.order(urls) == [*urls[1:], urls[0]] and choose.is_broken(urls[0])
+    over.set()
 
 
 def test_a_slow_link_is_left_for_one_that_is_not_known_yet_and_for_a_faster_one() -> None:

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import os
+import re
 import socketserver
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from astraflow.errors import WeightError
 from astraflow.testing.weights import make_tensors, same_bits, serving_weights
@@ -18,7 +21,9 @@ from astraflow.types import WeightVersion
 from astraflow.weights.client import WeightClient
 from astraflow.weights.fetch import http as http_reader
 from astraflow.weights.fetch.spool import Spooled
+from astraflow.weights.files.build import Base
 from astraflow.weights.manifest import MANIFEST
+from astraflow.weights.plan import VersionInfo
 from astraflow.weights.store import FileStore
 
 
@@ -37,18 +42,29 @@ class Faults:
         self.directory = directory
         self.cut_at: list[int] = []  # each part request in turn: close the connection after so many bytes
         self.flip: list[bool] = []  # each part request in turn: damage a byte
+        self.lies: dict[str, bytes] = {}  # end of a path -> answered instead
+        self.trickles = 0  # part requests that get a few bytes now and then
         self.ranges: list[str | None] = []
         self.requests: list[str] = []
 
 
 @contextmanager
 def faulty(faults: Faults) -> Iterator[str]:
+    gone = threading.Event()
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
             faults.requests.append(self.path)
+            lie = next((body for end, body in faults.lies.items() if self.path.endswith(end)), None)
             path = faults.directory.joinpath(*self.path.split("/")[3:])
+            if lie is not None:
+                self.send_response(200)
+                self.send_header("content-length", str(len(lie)))
+                self.end_headers()
+                self.wfile.write(lie)
+                return
             if not path.is_file():
                 self.send_error(404)
                 return
@@ -64,6 +80,14 @@ def faulty(faults: Faults) -> Iterator[str]:
             self.send_response(206 if start else 200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
+            if path.suffix == ".safetensors" and faults.trickles:
+                faults.trickles -= 1
+                self.close_connection = True
+                with suppress(OSError):
+                    for at in range(0, len(body), 200):  # 4 kB/s
+                        self.wfile.write(body[at : at + 200])
+                        gone.wait(0.05)
+                return
             if path.suffix == ".safetensors" and faults.cut_at:
                 body = body[: faults.cut_at.pop(0)]
                 self.close_connection = True
@@ -81,6 +105,7 @@ def faulty(faults: Faults) -> Iterator[str]:
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}/weights/actor"
         finally:
+            gone.set()
             server.shutdown()
             thread.join()
 
@@ -233,6 +258,109 @@ def test_a_store_whose_parts_stay_torn_is_left_for_the_next(published: FileStore
         fetched = client.fetch(WeightVersion("actor", 3, (bad_url, good_url)))
     assert same_bits(fetched.tensors, make_tensors())
     assert client.counts["failed_stores"] == 1
+
+
+def _as_listed(*infos: VersionInfo) -> bytes:
+    return msgspec.json.encode({"policy": "actor", "latest": 9, "versions": [], "infos": infos})
+
+
+LIES = {
+    "html for a manifest": {MANIFEST: b"<html>sign in</html>"},
+    "html for a listing": {"/actor": b"<html>sign in</html>"},
+    "nothing for a listing": {"/actor": b"null"},
+    "deep": {"/actor": b'{"a":' + b"[" * 10_000},
+    "a listing in circles": {"/actor": _as_listed(VersionInfo(6, -1, 6))},
+    "a base that comes later": {"/actor": _as_listed(VersionInfo(6, -1, 7))},
+    "negative bytes": {"/actor": _as_listed(VersionInfo(6, -2, 5, -3))},
+    "full in the listing only": {"/actor": _as_listed(VersionInfo(6, 0, 5, 9))},
+    "another base in the listing": {"/actor": _as_listed(VersionInfo(6, -1, 3, 9))},
+    "html for a delta": {"delta?base=3": b"<html>sign in</html>"},
+    "a path for a checksum": {"delta?base=3": b'{"base":3,"parts":[{"name":"x","nbytes":9999999,"xxh3":"/tmp/x"}]}'},
+    "a file of negative size": {MANIFEST: b'"files":[{"name":"config.json","nbytes":-7,'},
+    "a file of huge size": {MANIFEST: b'"files":[{"name":"config.json","nbytes":99999999999999999,'},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_store_that_answers_nonsense_costs_only_itself(
+    store: FileStore, client: WeightClient, tmp_path: Path, lie: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    base = None
+    for version in range(3, 7):
+        tensors = {"w": torch.arange(40_000.0)}
+        tensors["w"][:version] += 0.5
+        content = store.publish(version, tensors, [tmp_path / "config.json"], base=base)
+        base = Base(version, tensors, {entry.name: entry.xxh3 for entry in content.tensors})
+    held = client.fetch(WeightVersion("actor", 3, (store.url,)))
+    bad = Faults(store.directory)
+    bad.lies = dict(LIES[lie])
+    if lie.startswith("a file"):
+        true = (store.directory / "6" / MANIFEST).read_bytes()
+        bad.lies = {MANIFEST: re.sub(rb'"files":\[{"name":"config.json","nbytes":\d+,', LIES[lie][MANIFEST], true)}
+    with faulty(bad) as bad_url, serving_weights(store.directory.parent) as good_url:
+        client._chooser._probe = lambda base: 0.0 if bad_url.startswith(base) else 0.1
+        fetched = client.fetch(WeightVersion("actor", 6, (bad_url, f"{good_url}/weights/actor")), held)
+    assert same_bits(fetched.tensors, {"w": tensors["w"]}) and bad.requests
+    assert client.counts["failed_stores"] == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1/weights/actor", "http://127.0.0.1:99999/weights/actor", "http://127.0.0.1:9\u2028/weights/actor",
+            " http://127.0.0.1:9/weights/actor", "http://user:password@127.0.0.1:9/weights/actor", "http:///actor"],
+)  # fmt: skip
+def test_a_url_that_is_none_costs_only_its_store(published: FileStore, client: WeightClient, url: str) -> None:
+    wanted = WeightVersion("actor", 3, (url, published.url))
+    assert same_bits(client.fetch(wanted).tensors, make_tensors())
+    with pytest.raises(WeightError, match="could not be fetched") as caught:
+        client.fetch(WeightVersion("actor", 3, (url,)))
+    assert "password" not in str(caught.value)
+    with pytest.raises(WeightError, match="could not be fetched"):
+        client.copy(WeightVersion("actor", 3, (url,)), published)
+
+
+@pytest.mark.parametrize("fault", ["no room", "no directory"])
+def test_without_a_place_for_it_a_part_comes_into_memory(
+    published: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(http_reader, "MIN_BYTES", 0)
+    place = tmp_path / "spool"
+    if fault == "no room":
+        monkeypatch.setattr("os.posix_fallocate", full, raising=False)
+        monkeypatch.setattr("os.ftruncate", full)
+    else:
+        place.touch()
+    with faulty(Faults(published.directory)) as url:
+        fetched = WeightClient(give_up_s=0.3, spool=place).fetch(WeightVersion("actor", 3, (url,)))
+    assert same_bits(fetched.tensors, make_tensors())
+
+
+def test_a_store_that_trickles_is_left_while_others_were_not_tried(
+    published: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_reader, "MIN_BYTES", 0)
+    slow, good = Faults(published.directory), Faults(published.directory)
+    slow.trickles = 1
+    client = WeightClient(timeout_s=0.2, give_up_s=0.3, spool=tmp_path / "spool")
+    with faulty(slow) as slow_url, faulty(good) as good_url:
+        client._chooser._probe = lambda base: 0.0 if slow_url.startswith(base) else 0.1
+        fetched = client.fetch(WeightVersion("actor", 3, (slow_url, good_url)))
+        assert same_bits(fetched.tensors, make_tensors())
+        assert good.ranges[0] is not None, "what came from the slow one is not fetched again"
+        assert client._chooser.is_broken(slow_url)
+        slow.trickles, slow.ranges = 1, []
+        nowhere = "http://127.0.0.1:9/weights/actor"
+        client._chooser._probe = lambda base: 0.0 if slow_url.startswith(base) else 0.1
+        client._chooser._seen.clear()
+        fetched = client.fetch(WeightVersion("actor", 3, (slow_url, nowhere)))
+        assert len(slow.ranges) == 2, "when all others failed it is asked again"
+        slow.trickles, slow.ranges = 1, []
+        assert same_bits(client.fetch(WeightVersion("actor", 3, (slow_url,))).tensors, make_tensors())
+        assert len(slow.ranges) == 1, "alone it may be as slow as it is"
+    client.close()
 
 
 def test_the_error_names_every_store(published: FileStore, client: WeightClient, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -15,6 +16,9 @@ FORGET_S = 600.0
 
 FAILED_S = 60.0
 """One that failed is asked again after so long: a relay starts again, a link comes back."""
+
+PROBE_S = 3.0
+"""A store that does not answer within this is asked last."""
 
 _UNREACHABLE_S = 3600.0  # what one that does not answer is said to need
 _HOPED_BYTES_PER_S = 125e6  # of one that answers and from which nothing came yet: a good network
@@ -33,7 +37,7 @@ class Chooser:
 
     def __init__(self, probe: Callable[[str], float], clock: Callable[[], float] = time.monotonic) -> None:
         self._probe, self._clock = probe, clock
-        self._lock = threading.Lock()
+        self._lock, self._probing = threading.Lock(), threading.Lock()
         self._seen: dict[str, _Seen] = {}
         self._nbytes = 1 << 20  # of the fetch before: what the next one is expected to be
 
@@ -45,7 +49,11 @@ class Chooser:
         given = list(urls)
         near = [url for url in given if urlsplit(url).scheme == "file" and not is_object_store(url)]
         far = [url for url in given if url not in near]
-        return near + (sorted(far, key=self._expected_s) if len(far) > 1 else far)
+        if len(far) < 2:
+            return near + far
+        with self._probing:  # who comes meanwhile uses what is found
+            self._measure({_base(url) for url in far})
+        return near + sorted(far, key=self._expected_s)
 
     def fetched(self, url: str, nbytes: int, seconds: float) -> None:
         """So much came from there in that time."""
@@ -68,17 +76,30 @@ class Chooser:
             seen = self._seen.get(_base(url))
         return seen is not None and seen.answer_s >= _UNREACHABLE_S and self._clock() <= seen.until
 
-    def _expected_s(self, url: str) -> float:
-        base, now = _base(url), self._clock()
+    def _measure(self, bases: Iterable[str]) -> None:
+        """Probe those that are due, all at once; who does not answer in PROBE_S counts as away."""
+        now, answers = self._clock(), dict[str, float]()
         with self._lock:
-            seen = self._seen.get(base)
-        if seen is None or now > seen.until:
-            try:
-                seen = _Seen(self._probe(base), None, now + FORGET_S)
-            except OSError:
-                seen = _Seen(_UNREACHABLE_S, None, now + FAILED_S)
-            with self._lock:
-                self._seen[base] = seen
+            due = [base for base in bases if base not in self._seen or now > self._seen[base].until]
+
+        def ask(base: str) -> None:
+            with contextlib.suppress(OSError):
+                answers[base] = self._probe(base)
+
+        threads = [threading.Thread(target=ask, args=(base,), name="probe", daemon=True) for base in due]
+        deadline = time.monotonic() + PROBE_S
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            for base in due:
+                answer_s = answers.get(base, _UNREACHABLE_S)
+                self._seen[base] = _Seen(answer_s, None, now + (FORGET_S if answer_s < _UNREACHABLE_S else FAILED_S))
+
+    def _expected_s(self, url: str) -> float:
+        with self._lock:
+            seen = self._seen[_base(url)]
         return seen.answer_s + self._nbytes / (seen.bytes_per_s or _HOPED_BYTES_PER_S)
 
 

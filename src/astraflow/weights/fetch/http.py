@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,33 @@ from astraflow.weights.plan import VersionInfo, by_version
 from astraflow.wire.client import HttpClient
 
 _PAUSE_S = 0.2
+FLOOR_BYTES_PER_S = 10_000
+"""A store from which less comes, for as long as the client waits for an answer, is left for the next one."""
+
+
+class SlowStore(WeightError):
+    """Bytes come, but so few that other stores are tried first."""
+
+
+class _Pace:
+    """Of one download: looks at the rate once per `window_s`."""
+
+    def __init__(self, entry: Part | FileEntry, filled: int, window_s: float) -> None:
+        self._entry, self._window_s = entry, window_s
+        self._since, self._before = time.monotonic(), filled
+
+    def look(self, filled: int) -> None:
+        """So many bytes are there. Raises: SlowStore."""
+        seconds = time.monotonic() - self._since
+        if seconds < self._window_s:
+            return
+        if filled - self._before < FLOOR_BYTES_PER_S * seconds:
+            raise SlowStore(
+                f"part {self._entry.name}", f"{filled} bytes",
+                f"comes with fewer than {FLOOR_BYTES_PER_S} bytes/s in {seconds:.0f} s and another store is there",
+                "check the connection",
+            )  # fmt: skip
+        self._since, self._before = time.monotonic(), filled
 
 
 class _ServersLease:
@@ -30,12 +58,12 @@ class HttpReader:
 
     def __init__(
         self, client: HttpClient, path: str, policy: str, *, spool: Path | None = None,
-        closed: threading.Event | None = None, on_retry: Callable[[], None] = lambda: None,
+        closed: threading.Event | None = None, on_retry: Callable[[], None] = lambda: None, leave: bool = False,
     ) -> None:  # fmt: skip
         """`spool`: directory where large parts lie while they come. `closed`: ends waits. `on_retry`: a cut download
-        goes on."""
+        goes on. `leave`: a part that comes slower than FLOOR_BYTES_PER_S is a SlowStore."""
         self._client, self._path, self._policy, self._spool = client, path, policy, spool
-        self._closed, self._on_retry = closed or threading.Event(), on_retry
+        self._closed, self._on_retry, self._leave = closed or threading.Event(), on_retry, leave
 
     def infos(self) -> dict[int, VersionInfo]:
         """What can be fetched."""
@@ -59,13 +87,22 @@ class HttpReader:
         self, path: str, entry: Part | FileEntry, target: memoryview, filled: int, on_piece: Callable[[int], None]
     ) -> None:
         tries, reason = 0, "the connection was cut, or silent"
+        pace = _Pace(entry, filled, self._client.timeout_s) if self._leave else None
+
+        def came(now: int) -> None:
+            on_piece(now)
+            if pace is not None:
+                pace.look(now)
+
         while filled < entry.nbytes:
             before = filled
             try:
-                filled = self._client.download(path, target, filled, on_piece)
+                filled = self._client.download(path, target, filled, came)
             except Unreachable as error:
                 reason = str(error)
             if filled < entry.nbytes:
+                if pace is not None:
+                    pace.look(filled)
                 self._on_retry()
                 tries = 0 if filled > before else tries + 1
                 if tries >= TRIES:

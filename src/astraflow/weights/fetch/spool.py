@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import sys
@@ -22,6 +23,7 @@ import numpy as np
 from astraflow.errors import WeightError
 from astraflow.weights.manifest import FileEntry, Part, is_digest
 
+log = logging.getLogger(__name__)
 Download = Callable[[memoryview, int, Callable[[int], None]], None]
 """Fills a buffer from a position on, and says after each piece up to where it is filled."""
 
@@ -82,18 +84,35 @@ class Spooled:
 def collected(spool: Path | None, entry: Part | FileEntry, download: Download, min_bytes: int = MIN_BYTES) -> Any:
     """All bytes of `entry` in one writable buffer; a large part lies in `spool` while it comes, and goes on from what
     is there."""
-    if spool is not None and entry.nbytes >= min_bytes:
-        with contextlib.suppress(BlockingIOError), Spooled(spool, entry.xxh3, entry.nbytes) as spooled:
+    spooled = _spooled(spool, entry) if spool is not None and entry.nbytes >= min_bytes else None
+    if spooled is not None:
+        with spooled:
             download(spooled.target, spooled.filled, spooled.fill)
             return spooled.take()
-    target = np.empty(entry.nbytes, np.uint8).data  # not zeroed: saves a pass over all bytes
+    try:
+        target = np.empty(entry.nbytes, np.uint8).data  # not zeroed: saves a pass over all bytes
+    except MemoryError as error:
+        raise WeightError(
+            f"part {entry.name}", f"{entry.nbytes} bytes", "does not fit in memory", "use a host that has more"
+        ) from error
     download(target, 0, lambda filled: None)
     return target
 
 
+def _spooled(spool: Path, entry: Part | FileEntry) -> Spooled | None:
+    """None: another process fetches the same part, or there is no place: then it comes into memory."""
+    try:
+        return Spooled(spool, entry.xxh3, entry.nbytes)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        log.warning("spool=%s cannot be used (%s); a killed process starts its part again", spool, error.strerror)
+        return None
+
+
 def sweep(directory: Path) -> None:
     """Remove what nobody came back for within a day."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         for item in list(os.scandir(directory)):
             with contextlib.suppress(FileNotFoundError):
                 if item.stat().st_mtime < time.time() - _STALE_S:
