@@ -22,19 +22,24 @@ class ServedCheck:
         """`directory`: of the policy's model, on which adapters rest; it may take long."""
         self._policy, self._directory = policy, directory
         self.counts = {"weights_checked": 0, "weights_wrong": 0}
+        self._warned = False
 
     async def look(self, engine: Engine, fetched: Fetched) -> None:
         """Compare what `engine` computes with to what it has just loaded; a difference is logged and counted."""
         served = await asyncio.wrap_future(engine.effective_weights())
         if not served.checksum:
+            if not self._warned:
+                log.warning("the engine of %s says no checksum of its weights; weights.check cannot look", self._policy)
+            self._warned = True
             return
         expected = await in_thread(lambda: self._expected(fetched, served.dtype), f"checksum-{self._policy}")
         self.counts["weights_checked"] += 1
-        if served.checksum != expected:
+        if (served.version, served.checksum) != (fetched.version, expected):
             self.counts["weights_wrong"] += 1
             log.error(
-                "the engine of %s computes with other weights than those of version %d (%s, must be %s): what it "
-                "samples has the wrong label; stop this node", self._policy, fetched.version, served.checksum, expected,
+                "the engine of %s computes with other weights than those of version %d (%s, must be %s; "
+                "it says version %d): what it samples has the wrong label; stop this node",
+                self._policy, fetched.version, served.checksum, expected, served.version,
             )  # fmt: skip
 
     def _expected(self, fetched: Fetched, dtype: str) -> str:

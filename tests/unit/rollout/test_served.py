@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from astraflow.engines.local import LocalEngine
@@ -16,7 +17,7 @@ from astraflow.rollout.policies import Weights
 from astraflow.rollout.served import ServedCheck
 from astraflow.testing.engines.effective import random_batch, run_config, write_model
 from astraflow.training.learner import Learner
-from astraflow.types import Adapter, WeightVersion
+from astraflow.types import Adapter, EffectiveWeights, WeightVersion
 from astraflow.weights.client import WeightClient
 
 
@@ -27,6 +28,24 @@ class Deaf(LocalEngine):
         done: Future[int] = Future()
         done.set_result(version)
         return done
+
+
+class Lying(Deaf):
+    """Deaf, and says the new version of the old weights."""
+
+    def effective_weights(self) -> Future[EffectiveWeights]:
+        told: Future[EffectiveWeights] = Future()
+        told.set_result(msgspec.structs.replace(super().effective_weights().result(60), version=1))
+        return told
+
+
+class Mislabeled(LocalEngine):
+    """Takes a version, and labels what it samples with another."""
+
+    def effective_weights(self) -> Future[EffectiveWeights]:
+        told: Future[EffectiveWeights] = Future()
+        told.set_result(msgspec.structs.replace(super().effective_weights().result(60), version=0))
+        return told
 
 
 @pytest.fixture(params=[{}, {"lora": {"rank": 3}}], ids=["whole", "lora"])
@@ -66,12 +85,22 @@ async def test_an_engine_that_took_a_version_is_fine(learner: Learner, dtype: st
     assert check.counts == {"weights_checked": 1, "weights_wrong": 0}
 
 
-async def test_one_that_did_not_is_named(learner: Learner, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [Deaf, Lying, Mislabeled])
+async def test_one_that_did_not_is_named(
+    learner: Learner, kind: type[LocalEngine], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.ERROR, "astraflow.node"):
-        check = await follow(Deaf(learner.section.model), learner)
+        check = await follow(kind(learner.section.model), learner)
     assert check.counts == {"weights_checked": 1, "weights_wrong": 1}
     assert "the engine of actor computes with other weights than those of version 1" in caplog.text
 
 
-async def test_an_engine_without_weights_is_not_compared(learner: Learner) -> None:
-    assert (await follow(ScriptedEngine([[3]]), learner)).counts["weights_checked"] == 0
+async def test_an_engine_without_weights_is_not_compared_and_named_once(
+    learner: Learner, caplog: pytest.LogCaptureFixture
+) -> None:
+    check = await follow(ScriptedEngine([[3]]), learner)
+    second = ScriptedEngine([[3]])
+    await check.look(second, None)  # type: ignore[arg-type]
+    second.close()
+    assert check.counts["weights_checked"] == 0
+    assert caplog.text.count("the engine of actor says no checksum of its weights") == 1

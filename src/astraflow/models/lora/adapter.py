@@ -28,7 +28,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": (True, False, "gaussian"),
 }  # fmt: skip
 """Settings with other neutral values than none, false and empty. Other ways to start an adapter change its base."""
-_NEUTRAL = (None, False, [], {}, "")
+_NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
 
 
 def write_adapter_files(
