@@ -18,8 +18,9 @@ from pathlib import Path
 import msgspec
 
 from astraflow.config.load import config_from_json
+from astraflow.config.secrets import masked_url
 from astraflow.dataflow.client import DataflowClient
-from astraflow.errors import AstraFlowError, LaunchError
+from astraflow.errors import AstraFlowError, LaunchError, WeightError
 from astraflow.types import WeightVersion
 from astraflow.weights.client import ANNOUNCED_WAIT_S, WeightClient
 from astraflow.weights.plan import full_is_due
@@ -51,7 +52,8 @@ class Follower:
         self._wanted = WeightVersion(store.policy, -1)
         self._news = threading.Event()
         self.num_failures = 0
-        self._thread = threading.Thread(target=self._follow, name=f"relay-{store.policy}", daemon=True)
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"relay-{store.policy}", daemon=True)
         self._thread.start()
 
     @property
@@ -61,7 +63,7 @@ class Follower:
 
     def announce(self, newest: WeightVersion) -> None:
         """There is this version."""
-        if newest.version > self._wanted.version or newest.urls != self._wanted.urls:
+        if newest != self._wanted:
             self._wanted = newest
             self._news.set()
 
@@ -70,18 +72,33 @@ class Follower:
         self._news.set()
         self._thread.join(seconds)
 
+    def check(self) -> None:
+        """Raises: WeightError: the thread has ended, and nothing more would come."""
+        if self._failure is not None:
+            what = f"stopped with {type(self._failure).__name__}: {self._failure}"
+            raise WeightError("relay of policy", self.store.policy, what, "start it again") from self._failure
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:  # of no store: handed to the thread of the relay, which ends
+            self._failure = error
+
     def _follow(self) -> None:
-        pause_s = _PAUSE_S
+        pause_s, done = _PAUSE_S, WeightVersion(self.store.policy, -1)
         while not self._stop.is_set():
             wanted = self._wanted
-            if wanted.version <= self.version:
+            # At another address, or with fewer versions, the trainer may have taken its steps again.
+            unsure = wanted.urls != done.urls or wanted.version < done.version
+            if wanted.version < 0 or (wanted.version <= self.version and not unsure):
                 self._news.wait(1.0)
                 self._news.clear()
                 continue
             try:
-                url = self._client.copy(wanted, self.store)
+                url = self._client.copy(wanted, self.store, compare=unsure)
+                done = wanted
                 self._complete(wanted, url)
-            except AstraFlowError as error:
+            except (AstraFlowError, OSError) as error:
                 self.num_failures += 1
                 log.warning("%s", error)
                 self._stop.wait(pause_s)
@@ -100,7 +117,7 @@ class Follower:
 def run_relay(dataflow: str, options: RelayOptions, *, token: str | None, stop: threading.Event) -> None:
     """Relay the policies of the run that the service at URL `dataflow` serves, until that is over or `stop` is set.
 
-    Raises: AstraFlowError: no answer, a used port, a non-loopback host without a token.
+    Raises: AstraFlowError: no answer, a used port, a non-loopback host without a token, a fault in a thread.
     """
     try:
         options.directory.mkdir(parents=True, exist_ok=True)
@@ -117,11 +134,13 @@ def run_relay(dataflow: str, options: RelayOptions, *, token: str | None, stop: 
         root = options.directory / run.run_id
         root.mkdir(parents=True, exist_ok=True)
         server = start_server(root, options.host, options.port, token)
-        log.info("relays run %s at %s", run.run, options.url or server.url)
+        log.info("relays run %s at %s", run.run, masked_url(options.url or server.url))
         known, wait_s = dict[str, int](), 0.0
         try:
             while not stop.is_set():
                 server.ensure()
+                for follower in followers.values():
+                    follower.check()
                 versions = {name: follower.version for name, follower in followers.items()}
                 told = m.Relay(
                     run_id=run.run_id, url=options.url or server.url, region=options.region, versions=versions,

@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from astraflow.dataflow.client import DataflowClient
-from astraflow.errors import LaunchError, WireError
+from astraflow.errors import LaunchError, WeightError, WireError
 from astraflow.testing.dataflow import policy_section, small_config, sources
 from astraflow.testing.runs import wait_until
 from astraflow.testing.services import DataflowThread
 from astraflow.testing.weights import same_bits, serving_weights
 from astraflow.types import WeightVersion
+from astraflow.weights import relay as relay_module
 from astraflow.weights.client import WeightClient
+from astraflow.weights.files.build import Base
 from astraflow.weights.publisher import Publisher
-from astraflow.weights.relay import RelayOptions, run_relay
+from astraflow.weights.relay import Follower, RelayOptions, run_relay
 from astraflow.weights.store import FileStore
 from astraflow.wire import messages as m
 
@@ -157,3 +159,110 @@ def test_waiting_for_a_version_that_comes_late_does_not_make_a_relay_slow(tmp_pa
         late.join()
         assert client._chooser.order(urls)[0] == f"{near}/weights/actor"
         client.close()
+
+
+def chain(root: Path, versions: range, amount: float) -> FileStore:
+    """Each version as the changes since the one before; `amount` tells one past from another."""
+    store, base = FileStore(root, "actor"), None
+    for version in versions:
+        tensors = other_past(version, amount)
+        content = store.publish(version, tensors, base=base)
+        base = Base(version, tensors, {entry.name: entry.xxh3 for entry in content.tensors})
+    return store
+
+
+def other_past(version: int, amount: float) -> dict[str, torch.Tensor]:
+    weights = torch.arange(40_000.0)
+    weights[: version + 1] += amount
+    return {"w": weights}
+
+
+@pytest.fixture
+def follower(tmp_path: Path) -> Iterator[Follower]:
+    stop, client = threading.Event(), WeightClient(give_up_s=0.5)
+    started = Follower(FileStore(tmp_path / "relay", "actor"), client, stop)
+    yield started
+    stop.set()
+    client.close()
+    started.join(5)
+
+
+@pytest.mark.parametrize("newest", [4, 5, 6])
+def test_a_relay_drops_what_is_of_another_past(tmp_path: Path, follower: Follower, newest: int) -> None:
+    """The trainer's directory is lost, and it goes on from its checkpoint of version 3."""
+    copied, reader = follower.store, WeightClient()
+    chain(tmp_path / "a", range(6), 1.0)
+    chain(tmp_path / "b", range(3, newest + 1), 2.0)
+    with serving_weights(tmp_path / "a") as url:
+        follower.announce(WeightVersion("actor", 5, (f"{url}/weights/actor",)))
+        wait_until(lambda: follower.version == 5, "the first past", 20)
+    with serving_weights(tmp_path / "relay") as relay:
+        near = (f"{relay}/weights/actor",)
+        reader.fetch(WeightVersion("actor", 5, near))
+        expected = other_past(newest, 2.0)
+        with serving_weights(tmp_path / "b") as url:
+            follower.announce(WeightVersion("actor", newest, (f"{url}/weights/actor",)))
+            wait_until(lambda: follower.version == newest and same_bits(copied.fetch(newest), expected), "it", 20)
+        for version in copied.versions():
+            assert same_bits(copied.fetch(version), other_past(version, 2.0 if version >= 3 else 1.0)), version
+        held = reader.fetch(WeightVersion("actor", newest, near))
+        assert same_bits(held.tensors, expected), "the relay's server does not remember what was there"
+    reader.close()
+
+
+def test_a_relay_keeps_what_the_trainer_still_has(tmp_path: Path, follower: Follower) -> None:
+    """It only moved to another address."""
+    copied = follower.store
+    chain(tmp_path / "a", range(3), 1.0)
+    with serving_weights(tmp_path / "a") as url:
+        follower.announce(WeightVersion("actor", 2, (f"{url}/weights/actor",)))
+        wait_until(lambda: follower.version == 2, "the version", 20)
+    before = {version: (copied.directory / str(version)).stat().st_ino for version in copied.versions()}
+    chain(tmp_path / "a", range(4), 1.0)
+    with serving_weights(tmp_path / "a") as url:
+        follower.announce(WeightVersion("actor", 3, (f"{url}/weights/actor",)))
+        wait_until(lambda: follower.version == 3, "the next one", 20)
+    assert {version: (copied.directory / str(version)).stat().st_ino for version in before} == before
+
+
+def test_a_version_of_other_content_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    ours, theirs = chain(tmp_path / "a", range(4), 1.0), chain(tmp_path / "b", range(2, 3), 2.0)
+    ours.adopt(theirs.manifest(2), lambda entry: theirs.read(2, entry))
+    assert ours.versions() == [0, 1, 2]
+    assert same_bits(ours.fetch(2), other_past(2, 2.0))
+
+
+def test_a_relay_whose_thread_dies_ends_with_what_it_died_of(
+    service: DataflowThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: WeightClient, *args: Any, **options: Any) -> str:
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setattr(WeightClient, "copy", broken)
+    client = DataflowClient(service.url)
+    client.resume("actor", m.Resume(trainer_id="t", version=0, urls=("http://a/actor",), run_id=client.run().run_id))
+    client.close()
+    with pytest.raises(WeightError, match="actor stopped with KeyError: 'a fault of ours'"):
+        run_relay(service.url, RelayOptions(tmp_path), token=None, stop=threading.Event())
+
+
+def test_a_full_disk_of_a_relay_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "_PAUSE_S", 0.01)
+    faults: list[Exception] = [OSError(28, "No space left on device"), WeightError("a", 1, "b", "c")]
+    came, stop, client = threading.Event(), threading.Event(), WeightClient()
+
+    def copy(wanted: WeightVersion, store: FileStore, **options: Any) -> str:
+        if faults:
+            raise faults.pop()
+        store.publish(0, model(0))
+        came.set()
+        return ""
+
+    monkeypatch.setattr(client, "copy", copy)
+    follower = Follower(FileStore(tmp_path, "actor"), client, stop)
+    follower.announce(WeightVersion("actor", 0, ("http://a/actor",)))
+    assert came.wait(20.0) and follower.num_failures == 2
+    stop.set()
+    follower.join(5.0)
+    follower.check()
+    client.close()

@@ -50,9 +50,10 @@ class Mirror:
         self.num_failures = self.num_skipped = self.nbytes = 0
         self._wanted = -1
         self._failing = False
+        self._failure: BaseException | None = None
         self._news, self._closed = threading.Event(), threading.Event()
         self._settled = threading.Condition()
-        self._thread = threading.Thread(target=self._follow, name=f"mirror-{source.policy}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"mirror-{source.policy}", daemon=True)
         self._thread.start()
 
     @property
@@ -71,19 +72,24 @@ class Mirror:
         }  # fmt: skip
 
     def announce(self, version: int) -> None:
-        """This version is published, or soon will be."""
+        """This version is published, or soon will be. Raises: WeightError: the thread has ended."""
+        self._check()
         self._wanted = max(self._wanted, version)
         self._news.set()
 
     def flush(self, seconds: float, stop: threading.Event | None = None) -> bool:
-        """Wait until the newest version is there; False: not in time, `stop` was set, or the store fails."""
+        """Wait until the newest version is there; False: not in time, `stop` was set, or the store fails.
+
+        Raises: WeightError: the thread has ended, not by `close`.
+        """
         deadline = time.monotonic() + seconds
         with self._settled:
-            while not self._is_settled() and not self._failing:
+            while not self._is_settled() and not self._failing and self._failure is None:
                 left = deadline - time.monotonic()
-                if left <= 0 or not self._thread.is_alive() or (stop is not None and stop.is_set()):
+                if left <= 0 or self._closed.is_set() or (stop is not None and stop.is_set()):
                     return False
                 self._settled.wait(min(left, 0.2))
+        self._check()
         return self._is_settled()
 
     def close(self) -> None:
@@ -95,6 +101,19 @@ class Mirror:
     def _is_settled(self) -> bool:
         return self.version >= max(self._wanted, max(self.source.versions(), default=-1))
 
+    def _check(self) -> None:
+        if self._failure is not None:
+            what = f"stopped with {type(self._failure).__name__}: {self._failure}"
+            raise WeightError("weights.url", self._bucket.url, what, "start the trainer again") from self._failure
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:  # not of the store: handed to the thread that publishes, which ends
+            with self._settled:
+                self._failure = error
+                self._settled.notify_all()
+
     def _follow(self) -> None:
         pause_s = _PAUSE_S
         while not self._closed.is_set():
@@ -102,7 +121,7 @@ class Mirror:
                 self._go_on()
             except _Ended:
                 return
-            except WeightError as error:
+            except (WeightError, OSError) as error:
                 self._failed(error)
                 self._closed.wait(pause_s)
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
@@ -140,7 +159,7 @@ class Mirror:
             self._settled.notify_all()
         self._on_change(self)
 
-    def _failed(self, error: WeightError) -> None:
+    def _failed(self, error: Exception) -> None:
         self.num_failures += 1
         level = logging.DEBUG if self._failing else logging.WARNING
         log.log(level, "weights.url: %s; the run goes on, and the store is tried again", error)

@@ -183,3 +183,15 @@ def test_nobody_waits_for_a_mirror_that_hangs(source: FileStore, memory: str, mo
     assert mirror.version == -1  # what was on its way is given up
     with pytest.raises(WeightError):
         Bucket(f"{memory}/actor").get("0/manifest.json")
+
+
+def test_a_mirror_that_dies_of_our_own_fault_ends_the_trainer(source: FileStore, start: Start) -> None:
+    def broken(mirror: Mirror) -> None:
+        raise KeyError("a fault of ours")
+
+    publish(source, range(1))
+    mirror = start(on_change=broken)
+    with pytest.raises(WeightError, match="stopped with KeyError: 'a fault of ours'"):
+        mirror.flush(20.0)
+    with pytest.raises(WeightError, match="start the trainer again"):
+        mirror.announce(1)
