@@ -68,7 +68,7 @@ class FileStore:
         self.directory = Path(root).absolute() / policy
         self.num_kept_existing = 0  # publishes that found other content under their version and kept it
         self._thread_lock = threading.Lock()
-        self._known: dict[int, VersionInfo] = {}
+        self._known: dict[int, tuple[tuple[int, int], VersionInfo]] = {}  # with the manifest that says it
 
     @property
     def store_id(self) -> str:
@@ -117,17 +117,17 @@ class FileStore:
 
     def infos(self) -> dict[int, VersionInfo]:
         """How each visible version can travel, oldest first."""
-        found = {}
+        known: dict[int, tuple[tuple[int, int], VersionInfo]] = {}
         for version in self.versions():
-            info = self._known.get(version)
-            if info is None:
-                with contextlib.suppress(WeightError):  # torn, or retired meanwhile: it cannot be fetched
-                    info = self.manifest(version).info
-            if info is not None:
-                found[version] = info
-        # A relay gives a version its tensors later, so only what has them is known for good.
-        self._known = {version: info for version, info in found.items() if info.full_nbytes >= 0}
-        return found
+            with contextlib.suppress(WeightError, OSError):  # torn, or retired meanwhile: it cannot be fetched
+                # A relay gives a version its tensors later, or takes it anew: its manifest is another file then.
+                status = (self.directory / str(version) / MANIFEST).stat()
+                file, before = (status.st_ino, status.st_mtime_ns), self._known.get(version)
+                known[version] = (
+                    before if before is not None and before[0] == file else (file, self.manifest(version).info)
+                )
+        self._known = known
+        return {version: info for version, (_, info) in known.items()}
 
     def fetch(self, version: int) -> dict[str, Any]:
         """Verified tensors of `version`: name -> torch tensor, views of a private (copy-on-write) memory map.
@@ -213,7 +213,7 @@ class FileStore:
 
     def adopt(self, manifest: Manifest, read: Callable[[Part | FileEntry], Any]) -> None:
         """Make a version of another store visible here too, with the parts that `manifest` names; `read` gives their
-        bytes. A version that is here already gets the parts that it lacks.
+        bytes. A version that is here already gets the parts that it lacks; one of other content goes, and all after it.
 
         Raises: WeightError: a full disk. TornPart: bytes that are not those that were published.
         """
@@ -222,6 +222,9 @@ class FileStore:
             try:
                 self._sweep()
                 here = self.manifest(version) if version in self.versions() and self._is_whole(version) else None
+                if here is not None and not here.same_content(manifest):
+                    self._remove(at for at in self.versions() if at >= version)
+                    here = None
                 place = self._temporary(version)
                 place.mkdir()
                 for entry in _new_entries(manifest, here):
@@ -235,6 +238,11 @@ class FileStore:
                 self._retire(version)
             except OSError as error:
                 raise self._unwritable(version, error) from error
+
+    def drop(self, versions: Iterable[int]) -> None:
+        """Remove `versions`, which should not be here, also while they are read."""
+        with self._locked():
+            self._remove(versions)
 
     def _show(self, place: Path, version: int, *, merge: bool) -> None:
         """What was built becomes visible at once: as a version, or as further parts of one by its new manifest."""
@@ -303,18 +311,23 @@ class FileStore:
 
     def _retire(self, newest: int) -> None:
         """`newest`: the one that just came; of a trainer that trains again, it is an old one."""
-        infos = self.infos()
-        if not self.keep or len(infos) <= self.keep:
-            return
-        gone: list[Path] = []
-        with contextlib.suppress(BlockingIOError), retiring(self.directory) as read_now:
+        infos, gone = self.infos(), list[Path]()
+        with contextlib.suppress(BlockingIOError), retiring(self.directory) as read_now:  # leases that ran out go, too
             stay = retained(infos, self.keep, read_now | self.pinned | {newest})
-            for version in self.versions():
-                if version not in stay:
-                    gone.append(self._temporary(version))
-                    os.rename(self.directory / str(version), gone[-1])
+            gone = self._out_of_sight(version for version in self.versions() if version not in stay)
         for directory in gone:
             shutil.rmtree(directory, ignore_errors=True)
+
+    def _remove(self, versions: Iterable[int]) -> None:
+        for directory in self._out_of_sight(versions):
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _out_of_sight(self, versions: Iterable[int]) -> list[Path]:
+        gone: list[Path] = []
+        for version in sorted(versions, reverse=True):  # what rests on others goes before them
+            gone.append(self._temporary(version))
+            os.rename(self.directory / str(version), gone[-1])
+        return gone
 
     def _sweep(self) -> None:
         """Remove what a publisher that died left behind. Only under the lock, so nobody is building it."""
