@@ -34,7 +34,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from astraflow.errors import WeightError
-from astraflow.weights.files.leases import ReaderLease
+from astraflow.weights.files.leases import ReaderLease, reading
 from astraflow.weights.manifest import MANIFEST, Delta, Manifest, is_file_name, is_policy_name
 from astraflow.weights.plan import VersionInfo
 from astraflow.weights.store import FileStore
@@ -51,6 +51,7 @@ LOOK_S = 5.0
 """Between two looks whether a reader that has not taken a piece yet took a part of it."""
 
 _FIRST_LOOK_S = 0.02
+_MOST_KEPT = 64  # versions that were asked for lately
 LONGEST_WAIT_S = 60.0
 ARRIVAL_S = 0.02  # between two looks for a version that has not come yet
 
@@ -212,6 +213,7 @@ class _Serving:
         self._root = root
         self._stores: dict[str, FileStore] = {}
         self._finishing: set[asyncio.Task[None]] = set()
+        self._kept: dict[tuple[str, int], ReaderLease] = {}
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -231,16 +233,14 @@ class _Serving:
         base = _number(request, "base", -1.0)
         if not base.is_integer() or not 0 <= base < version:
             raise HttpError(422, f"base={base:g} must be an earlier version than {version}; give one", "WeightError")
-        lease = ReaderLease(self._root / policy, version)
-        lease.extend()  # it stays, as that of a manifest
-        try:
-            merged = await asyncio.to_thread(self._store(policy).merged, version, int(base))
-        except WeightError as error:
-            lease.release()
-            raise HttpError(404, str(error), "WeightError") from error
-        if merged is None:
-            lease.release()
-            raise _not_found("delta", f"{int(base)} to {version}", "has no chain of deltas here")
+        with reading(self._root / policy, version):
+            try:
+                merged = await asyncio.to_thread(self._store(policy).merged, version, int(base))
+            except WeightError as error:
+                raise HttpError(404, str(error), "WeightError") from error
+            if merged is None:
+                raise _not_found("delta", f"{int(base)} to {version}", "has no chain of deltas here")
+            self._keep(policy, version)
         return json_reply(merged)
 
     async def file(self, request: Request) -> Response:
@@ -261,7 +261,8 @@ class _Serving:
         try:
             size = os.fstat(fd).st_size
             if name == MANIFEST:
-                # The lease stays: it covers the time until the reader asks for the first part.
+                self._keep(policy, version)
+                lease.release()
                 reply = Response(os.pread(fd, size, 0), media_type="application/json")
                 os.close(fd)
                 return reply
@@ -269,6 +270,12 @@ class _Serving:
         except BaseException:
             os.close(fd)
             raise
+
+    def _keep(self, policy: str, version: int) -> None:
+        """Until those who were told of it ask for the first part: one lease for all of them, that is never released."""
+        if (policy, version) not in self._kept and len(self._kept) >= _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]  # its file stays until its time
+        self._kept.setdefault((policy, version), ReaderLease(self._root / policy, version)).extend()
 
     def _store(self, policy: str) -> FileStore:
         if policy not in self._stores and not (self._root / policy).is_dir():

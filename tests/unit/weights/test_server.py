@@ -211,6 +211,16 @@ def test_a_reader_that_leaves_gives_its_file_back(tmp_path: Path) -> None:
         assert until(lambda: leased_versions(store.directory) == set())
 
 
+def test_readers_of_manifests_share_one_lease(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, "actor")
+    store.publish(0, make_tensors(0))
+    with serving_weights(tmp_path) as url:
+        for _ in range(5):
+            assert urllib3.request("GET", f"{url}/weights/actor/0/manifest.json").status == 200
+        assert leased_versions(store.directory) == {0}
+        assert len(list((store.directory / ".readers").glob("0.*"))) == 1
+
+
 def test_eight_servers_start_at_once_without_a_clash(tmp_path: Path) -> None:
     servers: list[ServerProcess] = []
     lock = threading.Lock()

@@ -1,7 +1,8 @@
 """Who uses a policy's directory: readers, whose leases keep a version from being deleted, and one publisher at a time.
 
 A lease is `.readers/<version>.<unique>` whose modification time is its deadline, so that of a dead reader runs out.
-Taking a lease and retiring versions exclude each other by a file lock, so what has a lease is there until it ends.
+Taking a lease and retiring versions exclude each other by a file lock, so what has a lease is there until it ends. Who
+wants that lock passes a gate first, which retiring shuts: else a stream of readers would never leave the lock free.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from astraflow.errors import WeightError
 
 LEASE_S = 60.0
 LOCK_WAIT_S = 30.0
+_LOOK_S = 0.001
+RETIRE_WAIT_S = 1.0  # longer, somebody hangs
 
 
 def _folder(policy_dir: Path) -> Path:
@@ -37,7 +40,7 @@ class ReaderLease:
         now = time.time()
         if now < self._renew_at:
             return
-        with contextlib.suppress(OSError), _lock(self._path.parent, fcntl.LOCK_SH):
+        with contextlib.suppress(OSError), _taking(self._path.parent):
             self._path.touch()
             os.utime(self._path, (now, now + self._seconds))
         self._renew_at = now + self._seconds / 4
@@ -61,8 +64,15 @@ def reading(policy_dir: Path, version: int, seconds: float = LEASE_S) -> Iterato
 
 @contextlib.contextmanager
 def retiring(policy_dir: Path) -> Iterator[set[int]]:
-    """The versions that must stay; no lease is taken meanwhile. Raises BlockingIOError: somebody is just taking one."""
-    with _lock(_folder(policy_dir), fcntl.LOCK_EX | fcntl.LOCK_NB):
+    """The versions that must stay; no lease is taken meanwhile.
+
+    Raises: BlockingIOError: somebody has been taking one for RETIRE_WAIT_S.
+    """
+    folder = _folder(policy_dir)
+    with _opened(folder / ".gate") as gate, _opened(folder / ".lock") as lock:
+        deadline = time.monotonic() + RETIRE_WAIT_S
+        if not (_locked_by(gate, deadline) and _locked_by(lock, deadline)):
+            raise BlockingIOError
         yield leased_versions(policy_dir)
 
 
@@ -75,9 +85,9 @@ def leased_versions(policy_dir: Path) -> set[int]:
     except FileNotFoundError:
         return live
     for item in found:
-        if item.name.startswith("."):
-            continue
         version = item.name.partition(".")[0]
+        if not (version.isascii() and version.isdigit()):
+            continue  # a lock, or not ours
         with contextlib.suppress(FileNotFoundError):
             if item.stat().st_mtime > now:
                 live.add(int(version))
@@ -87,11 +97,20 @@ def leased_versions(policy_dir: Path) -> set[int]:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path, operation: int) -> Iterator[None]:
-    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(fd, operation)
+def _taking(folder: Path) -> Iterator[None]:
+    with _opened(folder / ".lock") as lock:
+        with _opened(folder / ".gate") as gate:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_SH)
         yield
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A lock of it ends with the block."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        yield fd
     finally:
         os.close(fd)
 
@@ -113,22 +132,23 @@ def publishing(policy_dir: Path) -> Iterator[None]:
             "choose another run.directory",
         ) from error
     try:
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while not _try_lock(fd):  # flock has no deadline of its own
-            if time.monotonic() > deadline:
-                raise WeightError(
-                    "weights lock", str(policy_dir / ".lock"), f"was held for {LOCK_WAIT_S:.0f} s",
-                    "another trainer of this policy is publishing or hangs; end it",
-                )  # fmt: skip
-            time.sleep(0.01)
+        if not _locked_by(fd, time.monotonic() + LOCK_WAIT_S):
+            raise WeightError(
+                "weights lock", str(policy_dir / ".lock"), f"was held for {LOCK_WAIT_S:.0f} s",
+                "another trainer of this policy is publishing or hangs; end it",
+            )  # fmt: skip
         yield
     finally:
         os.close(fd)
 
 
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _locked_by(fd: int, deadline: float) -> bool:
+    """flock has no deadline of its own."""
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(_LOOK_S)
