@@ -122,8 +122,12 @@ def _assign(node: Any, path: list[str], value: Any) -> None:
         node[int(path[-1])] = value
     elif not isinstance(node, dict):
         raise LookupError(f"{node!r} has no {path[-1]!r} in it")
-    elif isinstance(node.get(path[-1]), dict) and isinstance(value, str):
-        node[path[-1]]["type"] = value
+    elif (
+        isinstance(table := node.get(path[-1]), dict)
+        and isinstance(value, str)
+        and ("type" in table or value != "none")
+    ):
+        table["type"] = value  # a component keeps its options; "none" takes an optional table out
     else:
         node[path[-1]] = value
 

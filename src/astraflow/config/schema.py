@@ -36,6 +36,11 @@ def _component(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
+def _optional(value: Any) -> Any:
+    """A command line cannot leave a table out, so there a text says it."""
+    return None if value == "none" else value
+
+
 Spec = Annotated[Component, BeforeValidator(_component)]
 
 
@@ -122,7 +127,7 @@ class AlgorithmSection(Strict):
     corrections: list[Spec] = Field([], description="factors on the loss for data of other policies")
     entropy: float = Field(0.0, ge=0, description="bonus on the entropy of trained tokens, loss per nat")
     z_loss: float = Field(0.0, ge=0, description="penalty on the squared log normaliser of the logits")
-    kl: KlSection | None = None
+    kl: Annotated[KlSection | None, BeforeValidator(_optional)] = None
 
 
 class BatchSection(Strict):
@@ -194,8 +199,8 @@ class PolicySection(Strict):
     operators: list[Spec] = [Component(type="zero_variance")]
     sampling: SamplingSection = SamplingSection()
     optimizer: OptimizerSection = OptimizerSection()
-    warm_start: WarmStartSection | None = None
-    lora: LoraSection | None = None
+    warm_start: Annotated[WarmStartSection | None, BeforeValidator(_optional)] = None
+    lora: Annotated[LoraSection | None, BeforeValidator(_optional)] = None
     trainer: TrainerSection = TrainerSection()
     tool_parser: str = Field("auto", description="how tool calls are read from text: auto, hermes, bracket, none")
 
@@ -312,11 +317,11 @@ class RunConfig(Strict):
 
     run: RunSection
     sources: dict[Name, Annotated[SourceSection, BeforeValidator(_component)]]
-    mix: MixSection | None = None
+    mix: Annotated[MixSection | None, BeforeValidator(_optional)] = None
     workflow: WorkflowSection
     policies: dict[Name, PolicySection]
     rollout: RolloutSection = RolloutSection()
-    evaluation: EvaluationSection | None = None
+    evaluation: Annotated[EvaluationSection | None, BeforeValidator(_optional)] = None
     dataflow: DataflowSection = DataflowSection()
     weights: WeightsSection = WeightsSection()
     observe: ObserveSection = ObserveSection()

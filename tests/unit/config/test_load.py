@@ -59,6 +59,19 @@ def test_overrides_are_toml_values_or_plain_strings(tmp_path: Path) -> None:
     assert (policy.algorithm.loss.type, policy.algorithm.loss.options) == ("m2po", {"threshold": 0.1})
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_an_optional_table_is_taken_out_by_none(tmp_path: Path, given: bool) -> None:
+    text = GOOD
+    if given:
+        text += "warm_start = { source = 'train' }\nlora = { rank = 2 }\nalgorithm = { kl = { reference = 'base' } }\n"
+        text += "[evaluation]\nsource = 'train'\n[mix]\nratios = { train = 1 }\n"
+    names = [f"policies.actor.{name}" for name in ("warm_start", "lora", "algorithm.kl")] + ["evaluation", "mix"]
+    config = load_run(write(tmp_path, text), [f"--{name}=none" for name in names])
+    policy = config.policies["actor"]
+    assert (policy.warm_start, policy.lora, policy.algorithm.kl, config.evaluation, config.mix) == (None,) * 5
+    assert config_from_json(resolved_json(config)) == config
+
+
 def test_all_problems_come_at_once_with_near_names(tmp_path: Path) -> None:
     text = GOOD.replace("steps = 3", "steps = 0\nsede = 1").replace('model = "tiny-char"', "batch = { group = 4 }")
     found = problems(tmp_path, text)
