@@ -11,7 +11,7 @@ NAMES = r"(?:token|api[_-]?key|apikey|access[_-]?key|private[_-]?key|password|pa
 _NAME = re.compile(rf"(?:|.*[_\-. ]){NAMES}", re.IGNORECASE)  # may end a longer one, never begin one (tokens)
 _OF_TEXT = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask|stop)_token", re.IGNORECASE)
 _SPECIAL = re.compile(r"[<\[]")  # image_token = "<image>"
-_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/@\s?#]*)@")
+_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/\s?#]*)@")  # up to the last @, as a password may have one
 _CONTAINERS = frozenset({"abfs", "abfss", "wasb", "wasbs"})  # container@account, which is no secret
 
 

@@ -55,7 +55,8 @@ _MOST_KEPT = 64  # versions that were asked for lately
 LONGEST_WAIT_S = 60.0
 ARRIVAL_S = 0.02  # between two looks for a version that has not come yet
 
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_RANGE = re.compile(r"bytes=([0-9]*)-([0-9]*)")
+_MOST_DIGITS = 18  # no file has more bytes
 
 
 class Listing(msgspec.Struct):
@@ -317,6 +318,8 @@ def _range(header: str | None, size: int) -> tuple[int, int, int]:
     if found is None or found.groups() == ("", ""):
         return 0, size, 200
     first, last = found.groups()
+    if max(len(first), len(last)) > _MOST_DIGITS:
+        raise HttpError(416, f"range={found[0][:60]}... must lie within {size} bytes; ask for less", "WeightError")
     if first:
         start, stop = int(first), min(int(last) + 1, size) if last else size
     else:

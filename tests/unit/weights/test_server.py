@@ -94,7 +94,11 @@ def test_a_range_is_honoured(
         assert reply.headers["content-range"] == f"bytes {start}-{stop - 1}/{len(content)}"
 
 
-@pytest.mark.parametrize("header", ["bytes=99999999-", "bytes=5-4", "bytes=-0"])
+@pytest.mark.parametrize(
+    "header",
+    ["bytes=99999999-", "bytes=5-4", "bytes=-0", f"bytes={'9' * 5000}-", f"bytes=0-{'9' * 5000}", f"bytes=-{'9' * 19}"],
+    ids=len,
+)
 def test_a_range_outside_the_part_is_refused(
     served: tuple[FileStore, str], pool: urllib3.PoolManager, header: str
 ) -> None:
@@ -103,7 +107,9 @@ def test_a_range_outside_the_part_is_refused(
     assert "must lie within" in reply.json()["error"]
 
 
-@pytest.mark.parametrize("path", ["1/manifest.json", "0/absent", "x/manifest.json", "-1/manifest.json"])
+@pytest.mark.parametrize(
+    "path", ["1/manifest.json", "0/absent", "x/manifest.json", "-1/manifest.json", f"{'9' * 5000}/a"], ids=len
+)
 def test_what_is_not_there_is_not_found(served: tuple[FileStore, str], pool: urllib3.PoolManager, path: str) -> None:
     assert pool.request("GET", f"{served[1]}/{path}").status == 404
 
