@@ -119,7 +119,7 @@ async def start_policy(name: str, section: PolicySection, options: PolicyOptions
     fetched = await weights.fetch_newer(-1)
     with tempfile.TemporaryDirectory(prefix=f"astraflow-{name}-") as place:
         published = Path(place)
-        await in_thread(lambda: _write(fetched, published), f"model-{name}")
+        await in_thread(lambda: _write(fetched, published, name, section.model), f"model-{name}")
         return await in_thread(lambda: _endpoint(name, section, options, published), f"engine-{name}")
 
 
@@ -130,12 +130,12 @@ def directory_of(model: str, cache: Path, seed: int) -> Path:
     return model_directory(model, cache, seed)
 
 
-def _write(fetched: Fetched, directory: Path) -> None:
+def _write(fetched: Fetched, directory: Path, name: str, model: str) -> None:
     """A published version as a model directory. Raises: ModelError: it is only an adapter."""
-    if (adapter := read_adapter(fetched.files)) is not None:
+    if read_adapter(fetched.files) is not None:
         raise ModelError(
-            "model", adapter.base, "is the base of the published adapters and is not on this node",
-            "copy the model directory of policies.*.model to the same path here",
+            f"policies.{name}.model", model, "is the base of the published adapters and is not on this node",
+            "copy the model directory to the same path here",
         )  # fmt: skip
     from safetensors.torch import save_file
 

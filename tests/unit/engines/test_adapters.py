@@ -50,3 +50,12 @@ def test_after_a_whole_version_there_is_no_base_any_more(engine: LocalEngine, en
 def test_an_adapter_is_not_taken_for_a_whole_version(engine: LocalEngine, tensors) -> None:
     with pytest.raises(ModelError, match="is not a weight of this model"):
         engine.load_weights(1, tensors).result(60)
+
+
+def test_a_whole_version_that_was_refused_leaves_the_base(engine: LocalEngine, endless_dir: Path, tensors) -> None:
+    adapter = Adapter(1.0, content_checksum(endless_dir))
+    assert engine.load_weights(1, tensors, adapter).result(60) == 1
+    whole = state_tensors(load_model(endless_dir))
+    with pytest.raises(ModelError, match="are missing"):
+        engine.load_weights(2, dict(list(whole.items())[:-1])).result(60)
+    assert engine.load_weights(3, tensors, adapter).result(60) == 3

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from astraflow.config.schema import LoraSection
 from astraflow.errors import ModelError
@@ -108,12 +108,33 @@ def test_the_sum_is_rounded_once_whatever_the_number_of_threads() -> None:
 
 @pytest.mark.parametrize(
     ("target", "said"),
-    [("q_prog", "did you mean 'q_proj'"), ("lm_head", "its output layer is left out"), ("", "known:")],
+    [
+        ("q_prog", "did you mean 'q_proj'"),
+        ("lm_head", "its output layer is left out"),
+        ("", "known:"),
+        (".*_proj", "give names, no patterns; "),
+    ],
 )
 def test_a_target_that_is_no_layer_is_named(tiny: Path, target: str, said: str) -> None:
     with pytest.raises(ModelError, match=f"lora.targets={target} is no linear layer") as caught:
         add_lora(load_model(tiny), LoraSection(targets=["v_proj", target]))
     assert said in str(caught.value)
+
+
+def test_a_model_without_linear_layers_has_no_place_for_an_adapter() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11, n_positions=8))
+    with pytest.raises(ModelError, match=r"lora\.targets=all-linear is no linear layer of this model.*known: none"):
+        add_lora(model, SECTION)
+
+
+def test_a_rank_beyond_a_layer_is_refused_with_the_limit(tiny: Path) -> None:
+    model = load_model(tiny)
+    most = min(model.model.layers[0].self_attn.k_proj.weight.shape)
+    said = rf"lora.rank={most + 1} is beyond the smaller dimension of \S+k_proj \({most}\); use at most {most}"
+    with pytest.raises(ModelError, match=said):
+        add_lora(model, LoraSection(rank=most + 1, targets=["k_proj", "down_proj"]))
+    assert all(p.requires_grad for p in model.parameters())
+    add_lora(model, LoraSection(rank=most, targets=["k_proj"]))
 
 
 def test_an_adapter_that_does_not_fit_changes_nothing(tiny: Path) -> None:
@@ -124,6 +145,8 @@ def test_an_adapter_that_does_not_fit_changes_nothing(tiny: Path) -> None:
     for bad, said in [
         ({n: t for n, t in good.items() if n != name}, "lacks one of its two matrices"),
         ({**good, name: good[name][:-1]}, "must make"),
+        ({**good, name: good[name][:, :-1]}, "must make"),
+        ({**good, name: good[name][..., None]}, "must make"),
         ({**good, "base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": good[name]}, "is on no weight"),
         ({**good, "model.norm.weight": good[name]}, "is on no weight"),
     ]:

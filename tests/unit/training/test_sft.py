@@ -8,7 +8,8 @@ import torch
 from astraflow.config.schema import OptimizerSection, RunConfig, WarmStartSection
 from astraflow.errors import SourceError
 from astraflow.models.chat import ChatTokenizer
-from astraflow.models.load import load_model
+from astraflow.models.load import load_model, state_tensors
+from astraflow.models.lora.layers import effective_tensors
 from astraflow.sources.calculator import CalculatorSource
 from astraflow.training.learner import Learner
 from astraflow.training.sft import Demonstrations, run_sft, supervised_steps
@@ -53,12 +54,14 @@ def test_a_row_that_is_no_demonstration_is_named(tiny_char):
         Demonstrations(source, "demos", ChatTokenizer(tiny_char), 2, 0).rows(0)
 
 
-def test_sft_gives_the_weights_that_the_run_starts_from(tiny_char, tmp_path):
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["whole", "lora"])
+def test_sft_gives_the_weights_that_the_run_starts_from(tiny_char, tmp_path, lora):
     policy = {
         "model": str(tiny_char),
         "batch": {"tokens_per_microbatch": 64},
         "optimizer": {"betas": [0.5, 0.6], "weight_decay": 0.5, "grad_clip": 0.1},
         "warm_start": {"source": "demos", "steps": 3, "batch": 8, "lr": 2e-3},
+        "lora": lora,
     }
     config = RunConfig.model_validate(
         {
@@ -72,5 +75,8 @@ def test_sft_gives_the_weights_that_the_run_starts_from(tiny_char, tmp_path):
     assert ChatTokenizer(tmp_path / "sft").eos_ids
     learner = Learner(config, "actor", tmp_path / "run")
     learner.close()
-    ours = load_model(tmp_path / "sft").parameters()
-    assert all(torch.equal(a, b) for a, b in zip(ours, learner.model.parameters(), strict=True))
+    ours, base = state_tensors(load_model(tmp_path / "sft")), state_tensors(load_model(tiny_char))
+    started = effective_tensors(learner.model)
+    assert ours.keys() == started.keys() and all(torch.equal(ours[name], started[name]) for name in ours)
+    embeddings = "model.embed_tokens.weight"
+    assert torch.equal(ours[embeddings], base[embeddings]) == (lora is not None)

@@ -21,6 +21,7 @@ from astraflow.models.lora.adapter import PREFIX
 from astraflow.models.lora.merge import merge_pair
 
 ALL_LINEAR = "all-linear"
+_PATTERN = frozenset("*+?|^$()[]\\")
 _PAIR = ("lora_A", "lora_B")
 
 
@@ -41,11 +42,12 @@ def add_lora(model: PreTrainedModel, section: LoraSection) -> list[str]:
     """Freeze `model` and give the layers that `section.targets` names a pair of small matrices each.
 
     Returns: the last parts of these layers' names, sorted: what peft calls target modules.
-    Raises: ModelError: a target that is no linear layer of the model, or its output layer.
+    Raises: ModelError: a target that is no linear layer of the model, or its output layer; a rank that has no use.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     chosen = {name for target in section.targets for name in _matching(target, linears)}
+    _check_rank(section.rank, {name: linears[name] for name in chosen})
     model.requires_grad_(False)
     for name in linears:  # in the order of the model, so that a seed gives the same numbers whatever the order asked
         if name in chosen:
@@ -93,14 +95,25 @@ def effective_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) 
     return found
 
 
+def _check_rank(rank: int, layers: Mapping[str, nn.Linear]) -> None:
+    name = min(sorted(layers), key=lambda each: min(layers[each].weight.shape))
+    most = min(layers[name].weight.shape)
+    if rank > most:
+        raise ModelError(
+            "lora.rank", rank, f"is beyond the smaller dimension of {name} ({most})",
+            f"use at most {most}, or leave that layer out of lora.targets",
+        )  # fmt: skip
+
+
 def _matching(target: str, linears: Mapping[str, nn.Linear]) -> Sequence[str]:
-    if target == ALL_LINEAR:
+    if target == ALL_LINEAR and linears:
         return list(linears)
     found = [name for name in linears if name == target or name.endswith(f".{target}")]
     if not found:
         known = sorted({name.rpartition(".")[2] for name in linears})
         near = difflib.get_close_matches(target, known, n=1)
-        hint = f"did you mean '{near[0]}'? known: " if near else "known: "
+        hint = "give names, no patterns; " if _PATTERN & set(target) else ""
+        hint += f"did you mean '{near[0]}'? known: " if near else "known: "
         raise ModelError(
             "lora.targets", target, "is no linear layer of this model (its output layer is left out)",
             f"{hint}{', '.join(known) or 'none'}, or {ALL_LINEAR}",
