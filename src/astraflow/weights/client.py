@@ -27,7 +27,7 @@ from astraflow.weights.fetch.choose import PROBE_S, Chooser
 from astraflow.weights.fetch.copy import add_tensors, copy_version
 from astraflow.weights.fetch.http import HttpReader, SlowStore
 from astraflow.weights.fetch.route import Counts, Held, Reader, bring, retry, verified
-from astraflow.weights.fetch.spool import sweep
+from astraflow.weights.fetch.spool import LEFT_S, sweep
 from astraflow.weights.manifest import Manifest
 from astraflow.weights.objects.layout import is_object_store
 from astraflow.weights.objects.reader import ObjectReader
@@ -167,6 +167,8 @@ class WeightClient:
                 continue
             if found is not None:
                 self._note_success(wanted.policy, url)
+                if self._spool is not None:
+                    sweep(self._spool, LEFT_S)
                 return found
             failures.append((url, _elsewhere(url)))
         for _, failure in failures:

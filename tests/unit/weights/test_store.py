@@ -260,9 +260,9 @@ def test_a_stream_of_readers_does_not_keep_what_nobody_reads(tmp_path: Path) -> 
     def take(own: threading.Event, other: threading.Event) -> None:
         while not stop.is_set():
             with _taking(store.directory / ".readers"):
+                other.clear()
                 own.set()
                 other.wait(0.05)  # what retires shuts the gate: then nobody comes
-                own.clear()
 
     threads = [threading.Thread(target=take, args=pair) for pair in (holders, holders[::-1])]
     for thread in threads:

@@ -31,7 +31,9 @@ MIN_BYTES = 1 << 20
 """A smaller part is quicker fetched again than looked after."""
 
 _COUNT = 8
-_STALE_S = 24 * 3600.0
+DAY_S = 24 * 3600.0
+LEFT_S = 600.0
+"""A part to which no byte came for so long is left for good once a version came by other ways."""
 
 
 class Spooled:
@@ -110,10 +112,20 @@ def _spooled(spool: Path, entry: Part | FileEntry) -> Spooled | None:
         return None
 
 
-def sweep(directory: Path) -> None:
-    """Remove what nobody came back for within a day."""
+def sweep(directory: Path, after_s: float = DAY_S) -> None:
+    """Remove what nobody fetches now, and to which no byte came for `after_s`."""
     with contextlib.suppress(OSError):
         for item in list(os.scandir(directory)):
-            with contextlib.suppress(FileNotFoundError):
-                if item.stat().st_mtime < time.time() - _STALE_S:
-                    os.unlink(item.path)
+            with contextlib.suppress(OSError):
+                if item.stat().st_mtime < time.time() - after_s:
+                    _remove(item.path)
+
+
+def _remove(path: str) -> None:
+    """Raises: BlockingIOError: somebody fetches it."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    finally:
+        os.close(fd)
