@@ -59,7 +59,7 @@ def read_adapter(files: Mapping[str, bytes]) -> Adapter | None:
     settings = _decoded(files, CONFIG)
     for name, value in settings.items():
         allowed = _PLAIN.get(name, _NEUTRAL)
-        if name not in _FREE and not any(type(value) is type(one) and value == one for one in allowed):
+        if name not in _FREE and value not in allowed:
             raise ModelError(f"{CONFIG} {name}", value, "is not supported", f"use plain LoRA ({name}={allowed[0]!r})")
     rank: Any = settings.get("r")
     alpha: Any = settings.get("lora_alpha")
