@@ -200,19 +200,25 @@ def test_another_base_or_target_is_refused(codec: Any, held: int, target: int) -
     assert codec.content(own) == codec.content(old)
 
 
+def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {other: tensor for other, tensor in tensors.items() if other != name}
+
+
 def test_a_delta_that_says_other_than_the_manifests_is_refused(codec: Any) -> None:
     old, new = model(), moved(model())
-    parts = delta_of(old, new)
-    cases = {
-        "is not mentioned but differs": (old, new | {"extra": torch.zeros(2)}),
-        "is not in the target version": (old, {n: t for n, t in new.items() if n != "embed"} | {"scale": new["scale"]}),
-        "must be F32": (old, new | {"embed": new["embed"].float()}),
-        "needs a tensor of that shape": (old | {"embed": old["embed"].float()}, new),
-        "removed": (old | {"extra": torch.zeros(2)}, new),
-    }
-    for rule, (held, target) in cases.items():
+    parts, extra, other = delta_of(old, new), {"extra": torch.zeros(2)}, {"extra": torch.ones(2)}
+    cases = [
+        ("is not mentioned but differs", parts, old, new | extra),
+        ("is not mentioned but differs", parts, old | extra, new | other),
+        ("is not in the target version", parts, without(old, "embed"), without(new, "embed")),
+        ("must be F32", parts, old, new | {"embed": new["embed"].float()}),
+        ("needs a tensor of that shape", parts, old | {"embed": old["embed"].float()}, new),
+        (r"removed=\[\] must be \['extra'\]", parts, old | extra, new),
+        (r"removed=\['extra'\] must be \[\]", delta_of(old | extra, new), old | extra, new | extra),
+    ]
+    for rule, parts, held, target in cases:
         own = codec.copy(held)
-        with pytest.raises(WeightError):
+        with pytest.raises(WeightError, match=rule):
             apply(own, parts, codec.manifest(0, held), codec.manifest(1, target))
         assert codec.content(own) == codec.content(held), rule
 
