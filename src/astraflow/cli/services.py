@@ -127,7 +127,6 @@ def relay(
     host: Annotated[str, typer.Option(help="Beyond loopback needs a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free port.")] = 0,
     url: Annotated[str, typer.Option(help="By which nodes reach this relay; default: as it listens.")] = "",
-    region: Annotated[str, typer.Option(help="A word for people.")] = "",
     token_file: TokenFile = None,
     parent: Parent = 0,
 ) -> None:
@@ -140,7 +139,7 @@ def relay(
     token = read_token(token_file)
     setup_logging("relay", secrets=(token,))
     with stop_signals() as stop:
-        run_relay(dataflow, RelayOptions(directory.absolute(), host, port, url, region), token=token, stop=stop)
+        run_relay(dataflow, RelayOptions(directory.absolute(), host, port, url), token=token, stop=stop)
 
 
 def read_token(token_file: Path | None) -> str | None:

@@ -64,8 +64,7 @@ class Listing(msgspec.Struct):
 
     policy: str
     latest: int  # -1: none
-    versions: list[int]  # oldest first
-    infos: list[VersionInfo] = []  # of the same versions: how each can travel
+    infos: list[VersionInfo] = []  # how each can travel, oldest first
 
 
 OPERATIONS = (
@@ -227,7 +226,7 @@ class _Serving:
     async def listing(self, request: Request) -> Response:
         policy = _policy(request)
         infos = await asyncio.to_thread(self._store(policy).infos)
-        return json_reply(Listing(policy, max(infos, default=-1), list(infos), list(infos.values())))
+        return json_reply(Listing(policy, max(infos, default=-1), list(infos.values())))
 
     async def delta(self, request: Request) -> Response:
         policy, version = _policy(request), request.path_params["version"]

@@ -41,7 +41,6 @@ class RelayOptions:
     host: str = "127.0.0.1"  # beyond loopback needs a token
     port: int = 0
     url: str = ""  # by which nodes reach the server; empty: as it listens
-    region: str = ""
 
 
 class Follower:
@@ -141,11 +140,7 @@ def run_relay(dataflow: str, options: RelayOptions, *, token: str | None, stop: 
                 server.ensure()
                 for follower in followers.values():
                     follower.check()
-                versions = {name: follower.version for name, follower in followers.items()}
-                told = m.Relay(
-                    run_id=run.run_id, url=options.url or server.url, region=options.region, versions=versions,
-                    known=known, wait_s=wait_s,
-                )  # fmt: skip
+                told = m.Relay(run_id=run.run_id, url=options.url or server.url, known=known, wait_s=wait_s)
                 reply = ask_patiently(lambda: client.relay(relay_id, told), stop)  # noqa: B023
                 if reply.finished:
                     log.info("run %s is over", run.run)

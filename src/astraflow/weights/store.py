@@ -42,7 +42,7 @@ from astraflow.weights.manifest import (
     read_manifest,
 )
 from astraflow.weights.plan import VersionInfo, cheapest, full_is_due, retained
-from astraflow.weights.tensors import checksum, raw_tensors
+from astraflow.weights.tensors import raw_tensors
 
 
 class FileStore:
@@ -156,17 +156,6 @@ class FileStore:
                 return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else bytearray()
         except OSError as error:
             raise self._missing(version, error) from error
-
-    def read_file(self, version: int, entry: FileEntry) -> bytes:
-        """One verified config or tokenizer file."""
-        path = self.directory / str(version) / entry.name
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise self._missing(version, error) from error
-        if checksum(content) != entry.xxh3:
-            raise TornPart(f"checksum of {path}", checksum(content), f"must be {entry.xxh3}", "the file is torn")
-        return content
 
     def merged(self, version: int, base: int) -> Delta | None:
         """One delta from `base` to `version`, its parts lying beside those of `version`; None: no chain leads there.

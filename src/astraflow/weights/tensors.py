@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from astraflow.errors import WeightError
-from astraflow.weights.manifest import DTYPES, Part, TensorEntry, TornPart
+from astraflow.weights.delta.order import dtype_code, torch_dtype
+from astraflow.weights.manifest import Part, TensorEntry, TornPart
 
 if TYPE_CHECKING:
     import torch
-
-_CODES = {f"torch.{name}": code for code, (name, _) in DTYPES.items()}
 
 
 def checksum(buffer: Any) -> str:
@@ -27,11 +25,7 @@ def raw_tensors(tensors: Mapping[str, Any]) -> dict[str, tuple[TensorEntry, memo
 
     found: dict[str, tuple[TensorEntry, memoryview]] = {}
     for name, tensor in tensors.items():
-        code = _CODES.get(str(tensor.dtype))
-        if code is None:
-            raise WeightError(
-                f"tensor {name}.dtype", str(tensor.dtype), "cannot be published", f"use one of {', '.join(DTYPES)}"
-            )
+        code = dtype_code(name, tensor)
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         raw = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
         found[name] = (TensorEntry(name, code, tuple(tensor.shape), checksum(raw)), raw)
@@ -55,7 +49,7 @@ def view_part(buffer: Any, part: Part, entries: Mapping[str, TensorEntry]) -> di
     found: dict[str, torch.Tensor] = {}
     for place in part.tensors:
         entry = entries[place.name]
-        dtype: torch.dtype = getattr(torch, DTYPES[entry.dtype][0])  # a literal table of names, not a probe
+        dtype = torch_dtype(entry.dtype)
         if not place.nbytes:
             found[place.name] = torch.empty(entry.shape, dtype=dtype)
             continue

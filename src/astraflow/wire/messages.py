@@ -105,8 +105,6 @@ class Relay(msgspec.Struct, kw_only=True):
 
     run_id: Id
     url: Id  # policies lie below it as `<url>/weights/<policy>`
-    region: Label = ""
-    versions: dict[str, int] = {}  # policy -> newest version here
     known: dict[str, int] = {}  # policy -> newest version that I was told of
     wait_s: float = 0.0  # the answer may wait so long for a newer one
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from astraflow.weights.delta.faults import DeltaMismatch, WrongBase
-from astraflow.weights.delta.order import ELEMENTS, Ints, add, dtype_code, flat_bits
+from astraflow.weights.delta.order import ELEMENTS, Ints, add, dtype_code, empty, flat_bits
 from astraflow.weights.delta.reader import DeltaReader
-from astraflow.weights.manifest import DTYPES, Manifest, TensorEntry
+from astraflow.weights.manifest import Manifest, TensorEntry
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ class _Application:
         """Bring one tensor to the new version."""
         if before is None or (before.dtype, before.shape) != (after.dtype, after.shape):
             self._replaced[name] = self._tensors.get(name)
-            self._tensors[name] = _empty(after)
+            self._tensors[name] = empty(after.dtype, after.shape)
             self._write(name, _host_bits(name, self._tensors[name], after))
             return
         bits = _host_bits(name, self._tensors[name], after)
@@ -148,10 +148,3 @@ def _verify(name: str, tensor: torch.Tensor, entry: TensorEntry) -> None:
     got = xxhash.xxh3_128_hexdigest(flat_bits(tensor).numpy().data if tensor.numel() else b"")
     if got != entry.xxh3:
         raise DeltaMismatch(f"checksum of {name}", got, f"must be {entry.xxh3} after the delta", _FULL)
-
-
-def _empty(entry: TensorEntry) -> torch.Tensor:
-    import torch
-
-    dtype: torch.dtype = getattr(torch, DTYPES[entry.dtype][0])  # a literal table of names, not a probe
-    return torch.empty(entry.shape, dtype=dtype)

@@ -8,6 +8,7 @@ below +0) and denormals survive. Differences are taken modulo 2^bits, as fixed-w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -81,6 +82,21 @@ def dtype_code(name: str, tensor: torch.Tensor) -> str:
             f"tensor {name}.dtype", str(tensor.dtype), "cannot be published", f"use one of {', '.join(DTYPES)}"
         )
     return code
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """Inverse of `dtype_code`."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, DTYPES[code][0])  # a literal table of names, not a probe
+    return dtype
+
+
+def empty(code: str, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor in host memory, its elements not set."""
+    import torch
+
+    return torch.empty(tuple(shape), dtype=torch_dtype(code))
 
 
 def flat_bits(tensor: torch.Tensor) -> torch.Tensor:

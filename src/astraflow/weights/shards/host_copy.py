@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from astraflow.weights.delta.encode import HOST_CHUNK_BYTES, changes, sample, sparse_pays, stretches
-from astraflow.weights.delta.order import ELEMENTS, Element, add, flat_bits
+from astraflow.weights.delta.order import ELEMENTS, Element, add, empty, flat_bits, torch_dtype
 from astraflow.weights.delta.reader import Run
 from astraflow.weights.delta.writer import Described, PartWriter
-from astraflow.weights.manifest import DTYPES
 from astraflow.weights.shards.regions import Region
 from astraflow.weights.shards.snapshot import Change
 
@@ -53,8 +52,8 @@ class HostCopy:
         """Bring one tensor to the next version. Each is given once, in order."""
         element = ELEMENTS[what.dtype]
         tensor = self.tensors.pop(what.name, None)
-        if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (_dtype(what), what.shape):
-            tensor = _empty(what)
+        if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (torch_dtype(what.dtype), what.shape):
+            tensor = empty(what.dtype, what.shape)
             _put(tensor, what, blocks)
             self._write_full(what, tensor)
         elif self._writer is None:
@@ -123,16 +122,3 @@ def _put(tensor: torch.Tensor, what: Described, blocks: Sequence[Block]) -> None
             add(whole, positions.astype(np.int64), values, ELEMENTS[what.dtype])
         elif math.prod(what.shape):
             region.put(whole.reshape(what.shape), values)
-
-
-def _dtype(what: Described) -> torch.dtype:
-    import torch
-
-    dtype: torch.dtype = getattr(torch, DTYPES[what.dtype][0])  # a literal table of names, not a probe
-    return dtype
-
-
-def _empty(what: Described) -> torch.Tensor:
-    import torch
-
-    return torch.empty(what.shape, dtype=_dtype(what))
