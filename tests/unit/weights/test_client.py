@@ -294,14 +294,15 @@ def test_a_store_that_answers_nonsense_costs_only_itself(
         base = Base(version, tensors, {entry.name: entry.xxh3 for entry in content.tensors})
     held = client.fetch(WeightVersion("actor", 3, (store.url,)))
     bad = Faults(store.directory)
-    bad.lies = dict(LIES[lie])
+    bad.lies = {"/actor": _as_listed(*store.infos().values())} | LIES[lie]
     if lie.startswith("a file"):
         true = (store.directory / "6" / MANIFEST).read_bytes()
-        bad.lies = {MANIFEST: re.sub(rb'"files":\[{"name":"config.json","nbytes":\d+,', LIES[lie][MANIFEST], true)}
+        bad.lies |= {MANIFEST: re.sub(rb'"files":\[{"name":"config.json","nbytes":\d+,', LIES[lie][MANIFEST], true)}
     with faulty(bad) as bad_url, serving_weights(store.directory.parent) as good_url:
         client._chooser._probe = lambda base: 0.0 if bad_url.startswith(base) else 0.1
         fetched = client.fetch(WeightVersion("actor", 6, (bad_url, f"{good_url}/weights/actor")), held)
-    assert same_bits(fetched.tensors, {"w": tensors["w"]}) and bad.requests
+    assert same_bits(fetched.tensors, {"w": tensors["w"]})
+    assert any(path.endswith(end) for path in bad.requests for end in LIES[lie]), "the lie was told"
     assert client.counts["failed_stores"] == 1
 
 
