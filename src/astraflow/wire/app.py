@@ -14,7 +14,7 @@ import msgspec
 import pyarrow as pa
 import uvicorn
 from starlette.applications import Starlette
-from starlette.convertors import Convertor, register_url_convertor
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -57,16 +57,10 @@ def _ignore(error: Exception) -> None:
     """Nobody counts refusals here."""
 
 
-class _Number(Convertor[int]):
+class _Number(IntegerConvertor):
     """A number in a path. Starlette's own lets digits through that `int` refuses, which is answered as our fault."""
 
     regex = "[0-9]{1,18}"
-
-    def convert(self, value: str) -> int:
-        return int(value)
-
-    def to_string(self, value: int) -> str:
-        return str(value)
 
 
 register_url_convertor("int", _Number())

@@ -65,7 +65,6 @@ def added_schema(adds: Mapping[str, Literal["token", "row", "reward"]]) -> pa.Sc
     return pa.schema([(name, ADDED_TYPES[kind]) for name, kind in adds.items()])
 
 
-
 def stream_pieces(
     header: msgspec.Struct,
     table: pa.Table | pa.RecordBatch,
