@@ -79,7 +79,9 @@ def test_a_store_that_failed_is_tried_again_later() -> None:
     choose.order((NEAR, FAR))
     choose.failed(NEAR)
     assert choose.order((NEAR, FAR)) == [FAR, NEAR]
+    assert choose.is_broken(NEAR)
     clock.now = FAILED_S + 1
+    assert not choose.is_broken(NEAR)
     assert choose.order((NEAR, FAR)) == [NEAR, FAR]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -223,6 +224,24 @@ def test_a_relay_keeps_what_the_trainer_still_has(tmp_path: Path, follower: Foll
         follower.announce(WeightVersion("actor", 3, (f"{url}/weights/actor",)))
         wait_until(lambda: follower.version == 3, "the next one", 20)
     assert {version: (copied.directory / str(version)).stat().st_ino for version in before} == before
+
+
+def test_further_parts_of_a_version_come_before_the_manifest_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = chain(tmp_path / "a", range(2), 1.0), FileStore(tmp_path / "b", "actor")
+    theirs.publish(1, other_past(1, 1.0))
+    whole = theirs.manifest(1)
+    assert ours.infos()[1].full_nbytes == -1
+    moved, rename = list[str](), os.rename
+
+    def note(source: Path, target: Path) -> None:
+        moved.append(Path(target).name)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", note)
+    ours.adopt(whole, lambda entry: theirs.read(1, entry))
+    assert moved == ["model.safetensors", "manifest.json"]
 
 
 def test_a_version_of_other_content_takes_the_place_of_the_one_before(tmp_path: Path) -> None:

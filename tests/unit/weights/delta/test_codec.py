@@ -15,7 +15,7 @@ from astraflow.weights.delta.apply import apply
 from astraflow.weights.delta.encode import device_changes, encode, host_changes
 from astraflow.weights.delta.faults import DamagedDelta, DeltaMismatch, WrongBase
 from astraflow.weights.delta.merge import merge, sum_runs
-from astraflow.weights.delta.order import ELEMENTS, flat_bits
+from astraflow.weights.delta.order import ELEMENTS, add, flat_bits
 from astraflow.weights.delta.reader import DeltaReader, Run
 
 Tensors = dict[str, torch.Tensor]
@@ -150,6 +150,27 @@ def test_a_wrong_checksum_takes_everything_back(codec: Any, name: str) -> None:
         apply(own, delta_of(old, new), codec.manifest(0, old), msgspec.structs.replace(target, tensors=entries))
     assert codec.content(own) == before
     assert all(own[name] is tensor for name, tensor in places.items())
+
+
+def test_what_was_not_done_yet_is_not_taken_back(codec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = {"w": torch.arange(5000.0)}
+    new = {"w": old["w"].clone()}
+    new["w"][::3] += 1
+    parts, own, num_calls = delta_of(old, new, part_bytes=4000), codec.copy(old), 0
+    assert len(list(DeltaReader(parts).runs("w"))) > 1
+
+    def fail_once(*given: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise MemoryError
+        add(*given)
+
+    monkeypatch.setattr("astraflow.weights.delta.apply.add", fail_once)
+    with pytest.raises(MemoryError):
+        apply(own, parts, codec.manifest(0, old), codec.manifest(1, new))
+    assert num_calls == 3
+    assert codec.content(own) == codec.content(old)
 
 
 def test_a_base_that_was_tampered_with_is_noticed_and_kept(codec: Any) -> None:

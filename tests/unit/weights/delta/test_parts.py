@@ -159,14 +159,25 @@ def test_segments_that_contradict_each_other_are_refused(codec: Any, change: dic
             list(delta.runs(name))
 
 
-@pytest.mark.parametrize("gap", [5000, 1 << 41, 1 << 63, (1 << 64) - 1])
-def test_a_gap_beyond_the_tensor_is_refused(codec: Any, gap: int) -> None:
-    writer = PartWriter(0, 1)
-    far = Run(np.array([0, 1], np.int64), np.array([1, 1], np.int16))
-    group = writer._group("sparse", Described("a", "BF16", (100,)))
-    group.extend(Described("a", "BF16", (100,)), 0, np.array([0, gap], np.uint64), far.differences.view(np.uint16))
-    with pytest.raises(DamagedDelta, match=r"gap|position"):
-        list(DeltaReader([writer.close()]).runs("a"))
+def spaced(*gaps: int) -> bytes:
+    """A part that changes elements of a tensor of 100 with so many unchanged ones before each."""
+    writer, tensor = PartWriter(0, 1), Described("a", "BF16", (100,))
+    group = writer._group("sparse", tensor)
+    group.extend(tensor, 0, np.array(gaps, np.uint64), np.ones(len(gaps), np.uint16))
+    return writer.close()
+
+
+@pytest.mark.parametrize(
+    ("gaps", "rule"),
+    [
+        ((0, 99), "position"), ((0, 5000), "position"), ((0, 1 << 63), "gap"), ((0, (1 << 64) - 1), "gap"),
+        ((0, *[(1 << 62) - 1] * 4), "gap"),  # the sum of them is 0 again
+    ],
+)  # fmt: skip
+def test_a_gap_beyond_the_tensor_is_refused(gaps: tuple[int, ...], rule: str) -> None:
+    with pytest.raises(DamagedDelta, match=rule):
+        list(DeltaReader([spaced(*gaps)]).runs("a"))
+    assert [run.positions.tolist() for run in DeltaReader([spaced(0, 98)]).runs("a")] == [[0, 99]]
 
 
 def test_whole_tensors_must_be_whole(codec: Any) -> None:

@@ -77,6 +77,14 @@ def test_a_mirror_that_comes_late_copies_what_the_newest_rests_on(source: FileSt
     assert mirror.num_skipped == 0  # nobody waited for those before
 
 
+def test_a_mirror_that_comes_late_copies_nothing_else(source: FileStore, start: Start, memory: str) -> None:
+    source.keep, source.full_every = 0, 1
+    publish(source, range(3))
+    mirror = start()
+    assert mirror.flush(20.0)
+    assert indexed(memory) == [2]
+
+
 def test_a_restarted_mirror_goes_on_and_skips_what_nobody_needs(source: FileStore, start: Start, memory: str) -> None:
     source.keep = 0
     publish(source, range(3))
