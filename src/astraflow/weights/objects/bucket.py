@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -70,19 +70,15 @@ class Bucket:
             options["auto_mkdir"] = True
         if self._scheme in ("s3", "s3a") and "config_kwargs" not in fsspec.config.conf.get("s3", {}):
             options["config_kwargs"] = _LIMITS
-        try:
+        with self._named("open"):
             self._fs, root = fsspec.core.url_to_fs(url, **options)
-        except Exception as error:  # a library of the scheme raises what it likes
-            raise self._failed("open", "", error) from error
         self._root = root.rstrip("/")
 
     def get(self, name: str) -> bytes:
         """A small object. Raises: MissingObject. WeightError: the store fails."""
-        try:
+        with self._named("read", name):
             # With a range s3fs asks for the object only, else also for its size, which may need permission to list.
             content: bytes = self._fs.cat_file(self._path(name), start=0, end=MAX_SMALL_BYTES)
-        except Exception as error:
-            raise self._failed("read", name, error) from error
         return content
 
     def ranges(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes | WeightError]:
@@ -90,14 +86,15 @@ class Bucket:
         library can."""
         starts, ends = [start for start, _ in spans], [end for _, end in spans]
         try:
-            found = self._fs.cat_ranges([self._path(name)] * len(spans), starts, ends, on_error="return")
-        except Exception as error:
-            return [self._failed("read", name, error)]
+            with self._named("read", name):
+                found = self._fs.cat_ranges([self._path(name)] * len(spans), starts, ends, on_error="return")
+        except WeightError as error:
+            return [error]
         return [self._failed("read", name, f) if isinstance(f, Exception) else bytes(f) for f in found]
 
     def put(self, name: str, content: bytes) -> None:
         """A small object, seen whole or not at all. Raises: WeightError: the store fails."""
-        try:
+        with self._named("write", name):
             if self._scheme in _WHOLE:
                 self._fs.pipe_file(self._path(name), content)
                 return
@@ -105,50 +102,35 @@ class Bucket:
             temporary = self._path(f".tmp-{uuid.uuid4().hex[:12]}")
             self._fs.pipe_file(temporary, content)
             self._fs.mv(temporary, self._path(name))
-        except Exception as error:
-            raise self._failed("write", name, error) from error
 
     def put_file(self, name: str, file: Path) -> None:
         """A file as an object, in pieces where it is large. Raises: WeightError: the store fails."""
-        try:
+        with self._named("write", name):
             self._make_parent(name)
             self._fs.put_file(str(file), self._path(name))
-        except Exception as error:
-            raise self._failed("write", name, error) from error
 
     def copy(self, name: str, to: str) -> None:
         """An object under a second name, without its bytes coming here where the store can. Raises: WeightError."""
-        try:
+        with self._named("copy", name):
             self._make_parent(to)
             self._fs.cp_file(self._path(name), self._path(to))
-        except Exception as error:
-            raise self._failed("copy", name, error) from error
 
     def remove(self, name: str) -> None:
         """One object, or none if it is gone. Raises: WeightError: the store fails."""
-        with suppress(MissingObject):
-            try:
-                self._fs.rm_file(self._path(name))
-            except Exception as error:
-                raise self._failed("delete", name, error) from error
+        with suppress(MissingObject), self._named("delete", name):
+            self._fs.rm_file(self._path(name))
 
     def remove_folder(self, name: str) -> None:
         """All objects below a name. Raises: WeightError: the store fails."""
-        with suppress(MissingObject):
-            try:
-                self._fs.rm(self._path(name), recursive=True)
-            except Exception as error:
-                raise self._failed("delete", name, error) from error
+        with suppress(MissingObject), self._named("delete", name):
+            self._fs.rm(self._path(name), recursive=True)
 
     def names(self, folder: str = "") -> list[str]:
         """Names of all objects below a folder, relative to this one. Raises: WeightError: the store fails."""
-        try:
+        found: Iterable[str] = ()
+        with self._named("list", folder), suppress(FileNotFoundError):
             self._fs.invalidate_cache()
-            found: Iterable[str] = self._fs.find(self._path(folder))
-        except FileNotFoundError:
-            return []
-        except Exception as error:
-            raise self._failed("list", folder, error) from error
+            found = self._fs.find(self._path(folder))
         return sorted(path.removeprefix(f"{self._root}/") for path in found)
 
     def _path(self, name: str) -> str:
@@ -157,6 +139,14 @@ class Bucket:
     def _make_parent(self, name: str) -> None:
         if self._scheme not in _WHOLE:
             self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+
+    @contextmanager
+    def _named(self, what: str, name: str = "") -> Iterator[None]:
+        """What a library of the scheme raises, which is what it likes, as an error of ours."""
+        try:
+            yield
+        except Exception as error:
+            raise self._failed(what, name, error) from error
 
     def _failed(self, what: str, name: str, error: Exception) -> WeightError:
         where = f"{self.url}/{name}" if name else self.url
