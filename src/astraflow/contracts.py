@@ -83,8 +83,8 @@ class Operator(Protocol):
         return group
 
     def sees_difference(self, group: Group, min_std: float) -> bool:
-        """Of phase credit: it tells episodes of equal rewards apart all the same, as by the rewards of their calls: what
-        it compares has a standard deviation above `min_std`."""
+        """Of phase credit: it tells episodes of equal rewards apart all the same, as by the rewards of their calls:
+        what it compares has a standard deviation above `min_std`."""
         return False
 
     def select(self, stored: Sequence[Stored], groups: int, step: int) -> list[str]:
