@@ -7,6 +7,7 @@ the start itself use `subprocess`. Linux and macOS.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -67,7 +68,8 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Nothing when it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # ended since: its parent, the fork server, has reaped it
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """SIGTERM."""
