@@ -6,19 +6,31 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from astraflow.models.scoring.packing import rows_from_table
 from astraflow.models.tiny_char import write_tiny_char
 from astraflow.wire.codec import TRAINING_SCHEMA
 
-SHAPE = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+IDS = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SHAPE = IDS | {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
 FAMILIES = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=6)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**IDS, n_positions=512, n_embd=32, n_layer=2, n_head=4)),
 }
 
 
@@ -103,3 +115,19 @@ def random_rows():
         return rows
 
     return make
+
+
+@pytest.fixture
+def batch(make_table, random_rows):
+    """16 uneven rows, sampled at versions 3 to 5, with logprobs near those of an untrained model."""
+    generator = np.random.default_rng(1)
+    listed = random_rows([5, 40, 12, 12, 33, 7, 9, 21, 64, 3, 17, 12, 28, 50, 6, 11])
+    return rows_from_table(
+        make_table(
+            listed,
+            behavior_logprobs=[generator.normal(-4, 0.6, len(ids)).astype(np.float32) for ids, _ in listed],
+            advantages=[np.full(len(ids), generator.normal(), np.float32) for ids, _ in listed],
+            versions=[np.where(mask, 3 + i % 3, -1).astype(np.int32) for i, (_, mask) in enumerate(listed)],
+            weight=[1.0 if i % 4 else 0.5 for i in range(len(listed))],
+        )
+    )

@@ -1,4 +1,4 @@
-"""One optimizer step: gradients that do not depend on the cut, the schedule, and what happens to NaN."""
+"""One optimizer step: its metrics, the schedule, and what happens to NaN. Its numbers: numbers/."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from astraflow.algorithms.corrections import Corrected, Reject, Truncate
-from astraflow.algorithms.losses.decoupled_ppo import DecoupledPpo
-from astraflow.algorithms.losses.gspo import Gspo
-from astraflow.algorithms.losses.m2po import M2po
 from astraflow.algorithms.losses.ppo_clip import PpoClip
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import TrainingError
@@ -20,89 +16,18 @@ from astraflow.models.scoring.forward import packed_logprobs
 from astraflow.models.scoring.packing import pack_rows, rows_from_table
 from astraflow.training.step import StepInterrupted, Stepper, StepSettings, learning_rate
 
-LENGTHS = [5, 40, 12, 12, 33, 7, 9, 21, 64, 3, 17, 12, 28, 50, 6, 11]
-
 
 def _settings(budget=10_000, lr=0.0, **more):
     return StepSettings(OptimizerSection(lr=lr), total_steps=10, tokens_per_microbatch=budget, **more)
 
 
-@pytest.fixture
-def batch(make_table, random_rows):
-    """16 uneven rows, sampled at versions 3 to 5, with logprobs near those of an untrained model."""
-    generator = np.random.default_rng(1)
-    listed = random_rows(LENGTHS)
-    return rows_from_table(
-        make_table(
-            listed,
-            behavior_logprobs=[generator.normal(-4, 0.6, len(ids)).astype(np.float32) for ids, _ in listed],
-            advantages=[np.full(len(ids), generator.normal(), np.float32) for ids, _ in listed],
-            versions=[np.where(mask, 3 + i % 3, -1).astype(np.int32) for i, (_, mask) in enumerate(listed)],
-            weight=[1.0 if i % 4 else 0.5 for i in range(len(listed))],
-        )
-    )
-
-
-def _gradient_of_step(model, loss, rows, budget):
-    """Gradient as the optimizer saw it, and the metrics."""
-    stepper = Stepper(copy.deepcopy(model), loss, _settings(budget))
-    seen = []
-    stepper.optimizer.register_step_pre_hook(
-        lambda optimizer, *_: seen.append(
-            torch.cat([p.grad.flatten() for group in optimizer.param_groups for p in group["params"]])
-        )
-    )
-    return stepper.step(rows, 5), seen[0]
-
-
-@pytest.mark.parametrize("aggregation", ["token", "sequence", 32])
-@pytest.mark.parametrize(
-    "make_loss",
-    [
-        PpoClip,
-        lambda aggregation: PpoClip(0.2, 0.3, 3.0, aggregation),
-        M2po,
-        lambda aggregation: Gspo(0.3, 0.4, aggregation),
-        lambda aggregation: DecoupledPpo(aggregation=aggregation),
-        lambda aggregation: Corrected(M2po(aggregation=aggregation), [Truncate(1.5, "sequence"), Reject(0.6, 1.7)]),
-    ],
-)
-def test_gradients_and_metrics_do_not_depend_on_the_microbatches(make_model, batch, make_loss, aggregation):
-    model, loss = make_model("llama"), make_loss(aggregation=aggregation)
-    metrics, whole = _gradient_of_step(model, loss, batch, 10_000)
-    counts = set()
-    for budget in (1, 40, 90, 200):
-        other, gradient = _gradient_of_step(model, loss, batch, budget)
-        assert (gradient - whole).norm() / whole.norm() < 1e-6
-        counts.add(other["microbatches"])
-        for name, value in metrics.items():
-            if not name.startswith("perf/") and name != "microbatches":
-                assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-    assert max(counts) == 16 and len(counts) == 4 and metrics["microbatches"] == 1
-
-
 def test_metrics_tell_what_the_batch_was(make_model, batch):
-    metrics, _ = _gradient_of_step(make_model(), PpoClip(), batch, 10_000)
+    metrics = Stepper(make_model(), PpoClip(), _settings()).step(batch, 5)
     assert metrics["tokens"] == batch.trained.sum() and metrics["sequences"] == 16
     assert metrics["staleness/max"] == 2 and 0.5 < metrics["staleness/mean"] < 1.5
     assert 0 < metrics["policy/clip_fraction"] <= 1 and metrics["policy/ratio_max"] > 1
     assert metrics["policy/approx_kl"] > 0 and metrics["policy/entropy"] > 0 and metrics["grad_norm"] > 0
     assert {"loss", "lr", "perf/step_s", "perf/tokens_per_s", "policy/ratio_mean"} <= set(metrics)
-
-
-def test_on_policy_ratios_are_one(make_model, batch):
-    stepper = Stepper(make_model(), PpoClip(), _settings())
-    (pack,) = pack_rows(batch, 10_000)
-    with torch.no_grad():
-        logprobs = packed_logprobs(stepper.model, pack, 1.0)[0].numpy()
-    flat = batch.behavior_logprobs.copy()
-    starts = batch.starts[pack.rows[pack.target_sequence]]
-    flat[starts + pack.target_index - pack.cu_lengths[pack.target_sequence] + 1] = logprobs
-    for budget in (1, 64, 10_000):
-        stepper.settings = _settings(budget)
-        metrics = stepper.step(replace(batch, behavior_logprobs=flat), 5)
-        assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
-        assert metrics["policy/clip_fraction"] == 0 and abs(metrics["policy/approx_kl"]) < 1e-7
 
 
 def test_an_entropy_bonus_keeps_entropy_up(make_model, batch):
