@@ -1,24 +1,22 @@
-"""One optimizer step over one batch: packed microbatches accumulate a gradient that does not depend on their cut.
+"""One step on one batch: packed microbatches accumulate a gradient that does not depend on their cut.
 
-    rows ─► packs ─► for each pack: logprobs ─► losses ─► x coefficients (denominators of the whole batch) ─► sum
-                                                                             gradients add up ─► clip ─► AdamW
+    rows ─► packs ─► for each pack: logprobs ─► losses ─► x coefficients (denominators of the whole update) ─► sum
+                                                                              gradients add up ─► clip ─► optimizer
 
-A loss or gradient that is not finite skips the update (the weights stay as they are, the step counts); three in a row
-end the trainer.
+A step is one update of the weights on the whole batch, or several on minibatches of it (`optimize.minibatches`). A loss
+or gradient that is not finite skips the update (the weights stay as they are, the step counts); three in a row end the
+trainer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from astraflow.algorithms.aggregate import coefficients
@@ -29,6 +27,8 @@ from astraflow.errors import TrainingError
 from astraflow.models.scoring.forward import Scores, packed_logprobs, prepare_model
 from astraflow.models.scoring.packing import Pack, TokenRows, pack_rows
 from astraflow.training.feed.session import Interrupted
+from astraflow.training.optimize.minibatches import placed_packs, selections, spread, with_facts
+from astraflow.training.optimize.optimizers import build_optimizer, learning_rate
 from astraflow.training.reference import KlPenalty
 
 MAX_SKIPPED_IN_A_ROW = 3
@@ -49,26 +49,66 @@ class StepSettings:
     entropy: float = 0.0  # coefficient of the entropy bonus
     z_loss: float = 0.0  # coefficient of (log Z)^2, Z the sum of exp(logits / T); PaLM, arXiv:2204.02311 section 5
     autocast: bool = False  # bfloat16 arithmetic over float32 weights
+    epochs: int = 1  # passes over a batch
+    minibatches: int = 1  # updates of a pass
+    seed: int = 0  # of the cut into minibatches
 
 
 @dataclass
 class StepCounts:
     """Part of the training state: survives a restart."""
 
-    step: int = 0  # optimizer steps done or skipped
-    skipped: int = 0
+    step: int = 0  # steps done or skipped
+    skipped: int = 0  # updates
     skipped_in_a_row: int = 0
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What one update of the weights is made from."""
+
+    packs: list[Pack]
+    proximal: list[np.ndarray] | None = None  # [N] of each pack: logprobs before the first update; None: this is it
 
 
 @dataclass
 class _Totals:
-    """Sums over the trained tokens of a batch, kept as tensors: one synchronisation per step."""
+    """Sums over the trained tokens of an update, kept as tensors: one synchronisation per update."""
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     largest_log_ratio: torch.Tensor | None = None
 
     def add(self, name: str, value: torch.Tensor) -> None:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+
+@dataclass
+class _Done:
+    """The updates of a step so far."""
+
+    updates: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    grad_norm: float = 0.0  # sum
+    largest_log_ratio: float = -np.inf
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        sums = dict(self.sums)
+        ratio, squares = sums.pop("ratio"), sums.pop("ratio_squares")
+        whole, whole_squares = sums.pop("sequence_ratio"), sums.pop("sequence_ratio_squares")
+        return {
+            "updates": float(self.updates),
+            "loss": sums.pop("loss") / self.updates,
+            "grad_norm": self.grad_norm / self.updates,
+            "policy/entropy": sums.pop("entropy") / self.tokens,
+            "policy/approx_kl": sums.pop("approx_kl") / self.tokens,
+            "policy/ratio_mean": ratio / self.tokens,
+            "policy/ratio_max": float(np.exp(self.largest_log_ratio)),
+            "policy/ess": effective_share(ratio, squares, self.tokens),
+            "policy/ess_sequences": effective_share(whole, whole_squares, self.sequences),
+            **{name: value / self.tokens for name, value in sums.items()},
+        }
 
 
 class Stepper:
@@ -82,32 +122,43 @@ class Stepper:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model, self.loss, self.settings = prepare_model(model), loss, settings
-        self._should_stop = should_stop  # asked before each pack
+        self._should_stop = should_stop  # asked before each pack, until the weights change
+        self._changed = False
         self.optimizer = build_optimizer(model, settings.optimizer)
         self.counts = StepCounts()
         self.penalty: KlPenalty | None = None
 
-    def step(self, rows: TokenRows, version: int) -> dict[str, float]:
-        """Train on `rows` with weights of `version`; returns metrics by slash name.
+    def step(self, rows: TokenRows, version: int, groups: np.ndarray | None = None) -> dict[str, float]:
+        """Train on `rows` with weights of `version`; returns metrics by slash name, means over all updates.
 
+        Args: groups: [R] which rows stay in one minibatch, by number; None: each is on its own.
         Raises: TrainingError: a malformed batch, or the third non-finite gradient in a row. StepInterrupted:
         `should_stop` said so; nothing has changed.
         """
         begin = time.perf_counter()
-        packs = pack_rows(rows, self.settings.tokens_per_microbatch)
+        placed = placed_packs(rows, self.settings.tokens_per_microbatch)
+        packs = placed.packs
         packed = time.perf_counter()
         number = self.counts.step + 1
         metrics = {"lr": learning_rate(self.settings.optimizer, number, self.settings.total_steps)}
         metrics |= batch_metrics(packs, version)
+        self._changed = False
         if packs and self.penalty is not None:
             packs = self.penalty.prepare(packs, self._pass)
             metrics["perf/reference_s"] = time.perf_counter() - packed
         if packs:
-            totals = self._accumulate(packs, metrics, version)
-            trained = time.perf_counter()
-            metrics |= self._update(totals, metrics)
-            metrics["perf/forward_backward_s"] = trained - packed - metrics.get("perf/reference_s", 0.0)
-            metrics["perf/optimizer_s"] = time.perf_counter() - trained
+            done, optimizer_s = _Done(), 0.0
+            several = self.settings.epochs * self.settings.minibatches > 1
+            updates = self._updates(with_facts(rows, placed, packs), version, groups) if several else [_Update(packs)]
+            for update in updates:
+                totals = self._accumulate(update, version)
+                accumulated = time.perf_counter()
+                self._update(update, totals, metrics["lr"], done)
+                optimizer_s += time.perf_counter() - accumulated
+            metrics |= done.metrics()
+            trained = time.perf_counter() - packed
+            metrics["perf/optimizer_s"] = optimizer_s
+            metrics["perf/forward_backward_s"] = trained - optimizer_s - metrics.get("perf/reference_s", 0.0)
         self.counts.step = number
         metrics["skipped_steps"] = float(self.counts.skipped)
         metrics["perf/pack_s"] = packed - begin
@@ -115,13 +166,28 @@ class Stepper:
         metrics["perf/tokens_per_s"] = metrics["input_tokens"] / metrics["perf/step_s"]
         return metrics
 
-    def _accumulate(self, packs: list[Pack], sizes_of_batch: dict[str, float], version: int) -> _Totals:
-        num_tokens, num_sequences = int(sizes_of_batch["tokens"]), int(sizes_of_batch["sequences"])
-        prepared = self._prepare(packs, version) if self.loss.needs_batch and len(packs) > 1 else None
+    def _updates(self, rows: TokenRows, version: int, groups: np.ndarray | None) -> Iterator[_Update]:
+        """The minibatches of a batch; asked for the next one after the update on the one before."""
+        settings, budget = self.settings, self.settings.tokens_per_microbatch
+        flat = None
+        if self.loss.needs_proximal:
+            whole = placed_packs(rows, budget)
+            with torch.no_grad():
+                flat = spread(whole, [self._scores(p).logprobs.cpu().numpy() for p in whole.packs], len(rows.versions))
+        groups = np.arange(len(rows.weights)) if groups is None else groups
+        seed = (settings.seed, self.counts.step)
+        for selected in selections(rows, groups, settings.epochs, settings.minibatches, seed):
+            part = placed_packs(rows, budget, selected)
+            yield _Update(part.packs, None if flat is None else [flat[places] for places in part.places])
+
+    def _accumulate(self, update: _Update, version: int) -> _Totals:
+        packs = update.packs
+        num_tokens, num_sequences = sum(p.num_targets for p in packs), sum(len(p.rows) for p in packs)
+        prepared = self._prepare(update, version) if self.loss.needs_batch and len(packs) > 1 else None
         totals = _Totals()
-        for pack in packs:
+        for i, pack in enumerate(packs):
             logprobs, entropies, log_norms = self._scores(pack)
-            tokens = trained_tokens([pack], logprobs, version)
+            tokens = trained_tokens([pack], logprobs, version, update.proximal and update.proximal[i : i + 1])
             losses, sums = self.loss(tokens, prepared)
             weights = torch.from_numpy(pack.weights).to(logprobs.device)
             sizes = tokens.lengths[tokens.sequences]
@@ -149,9 +215,9 @@ class Stepper:
         return totals
 
     @torch.no_grad()
-    def _prepare(self, packs: list[Pack], version: int) -> Prepared:
-        logprobs = torch.cat([self._scores(pack).logprobs for pack in packs])
-        return self.loss.prepare(trained_tokens(packs, logprobs, version))
+    def _prepare(self, update: _Update, version: int) -> Prepared:
+        logprobs = torch.cat([self._scores(pack).logprobs for pack in update.packs])
+        return self.loss.prepare(trained_tokens(update.packs, logprobs, version, update.proximal))
 
     def _scores(self, pack: Pack) -> Scores:
         with self._pass():
@@ -159,42 +225,34 @@ class Stepper:
 
     def _pass(self) -> contextlib.AbstractContextManager[object]:
         """What a forward pass runs under. Raises: StepInterrupted."""
-        if self._should_stop():
+        if not self._changed and self._should_stop():
             self.optimizer.zero_grad(set_to_none=True)
             raise StepInterrupted
         device = self.model.device.type
         return torch.autocast(device, torch.bfloat16) if self.settings.autocast else contextlib.nullcontext()
 
-    def _update(self, totals: _Totals, batch: dict[str, float]) -> dict[str, float]:
-        num_tokens = batch["tokens"]
+    def _update(self, update: _Update, totals: _Totals, lr: float, done: _Done) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.optimizer.grad_clip)
         assert totals.largest_log_ratio is not None
         names = list(totals.sums)
         values = torch.stack([norm.float(), totals.largest_log_ratio, *(totals.sums[n].float() for n in names)])
-        grad_norm, largest, *sums = values.double().tolist()  # the only synchronisation of the step
+        grad_norm, largest, *sums = values.double().tolist()  # the only synchronisation of the update
         by_name = dict(zip(names, sums, strict=True))
-        loss = by_name.pop("loss")
-        if np.isfinite(loss) and np.isfinite(grad_norm):
+        if np.isfinite(by_name["loss"]) and np.isfinite(grad_norm):
             for group in self.optimizer.param_groups:
-                group["lr"] = batch["lr"]
+                group["lr"] = lr
             self.optimizer.step()
+            self._changed = True
             self.counts.skipped_in_a_row = 0
         else:
-            self._skip(loss, grad_norm)
+            self._skip(by_name["loss"], grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
-        ratio, squares = by_name.pop("ratio"), by_name.pop("ratio_squares")
-        whole, whole_squares = by_name.pop("sequence_ratio"), by_name.pop("sequence_ratio_squares")
-        return {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "policy/entropy": by_name.pop("entropy") / num_tokens,
-            "policy/approx_kl": by_name.pop("approx_kl") / num_tokens,
-            "policy/ratio_mean": ratio / num_tokens,
-            "policy/ratio_max": float(np.exp(largest)),
-            "policy/ess": effective_share(ratio, squares, num_tokens),
-            "policy/ess_sequences": effective_share(whole, whole_squares, batch["sequences"]),
-            **{name: value / num_tokens for name, value in by_name.items()},
-        }
+        done.updates += 1
+        done.tokens += sum(p.num_targets for p in update.packs)
+        done.sequences += sum(len(p.rows) for p in update.packs)
+        done.grad_norm += grad_norm
+        done.largest_log_ratio = max(done.largest_log_ratio, largest)
+        done.sums = {name: done.sums.get(name, 0.0) + value for name, value in by_name.items()}
 
     def _skip(self, loss: float, grad_norm: float) -> None:
         self.counts.skipped += 1
@@ -207,19 +265,25 @@ class Stepper:
             )  # fmt: skip
 
 
-def trained_tokens(packs: list[Pack], logprobs: torch.Tensor, version: int) -> TrainedTokens:
-    """What a loss sees of `packs`, whose targets have `logprobs` under the weights as they are, of `version`."""
+def trained_tokens(
+    packs: list[Pack], logprobs: torch.Tensor, version: int, proximal: list[np.ndarray] | None = None
+) -> TrainedTokens:
+    """What a loss sees of `packs`, whose targets have `logprobs` under the weights as they are, of `version`.
+
+    Args: proximal: [N] of each pack, logprobs before the first update on the batch; None: `logprobs` are those.
+    """
 
     def column(parts: list[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(logprobs.device)
 
-    return TrainedTokens.of(
+    tokens = TrainedTokens.of(
         logprobs,
         column([p.behavior_logprobs for p in packs]),
         column([p.advantages for p in packs]),
         column([np.bincount(p.target_sequence) for p in packs]),
         column([(version - p.versions).astype(np.float32) for p in packs]),
     )
+    return tokens if proximal is None else replace(tokens, proximal_logprobs=column(proximal))
 
 
 def batch_metrics(packs: list[Pack], version: int) -> dict[str, float]:
@@ -231,38 +295,10 @@ def batch_metrics(packs: list[Pack], version: int) -> dict[str, float]:
     return {
         "tokens": float(tokens),
         "input_tokens": float(sum(p.num_tokens for p in packs)),
+        "computed_tokens": float(sum(p.num_computed for p in packs)),
         "sequences": float(len(staleness)),
         "microbatches": float(len(packs)),
         "staleness/mean": float(staleness.mean()) if packs else 0.0,
         "staleness/max": float(staleness.max()) if packs else 0.0,
         "staleness/fresh_tokens": fresh / tokens if tokens else 1.0,
     }
-
-
-def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> float:
-    """Learning rate of step `step` (from 1 to `total_steps`): linear warm-up, then the schedule down to 0 (or flat)."""
-    if step <= section.warmup_steps:
-        return section.lr * step / (section.warmup_steps + 1)
-    done = min(1.0, (step - 1 - section.warmup_steps) / max(1, total_steps - section.warmup_steps))
-    match section.schedule:
-        case "constant":
-            return section.lr
-        case "linear":
-            return section.lr * (1 - done)
-        case "cosine":
-            return section.lr * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW over all parameters; matrices decay, vectors (norms, biases) do not."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=section.lr,
-        betas=section.betas,
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-        fused=True,
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,30 +20,41 @@ def _targets(packs, rows):
     found = {}
     for pack in packs:
         starts = pack.cu_lengths[pack.target_sequence]
+        places = np.arange(pack.num_tokens) if pack.places is None else pack.places
         for n in range(pack.num_targets):
             row = int(pack.rows[pack.target_sequence[n]])
-            position = int(pack.target_index[n] - starts[n]) + 1
+            position = int(pack.position_ids[pack.target_index[n]]) + 1
+            context = places[starts[n] : starts[n] + position]
             assert (row, position) not in found, "a token is trained twice"
             found[row, position] = (
                 int(pack.target_ids[n]), float(pack.behavior_logprobs[n]), float(pack.advantages[n]),
                 int(pack.versions[n]),
             )  # fmt: skip
             first = int(rows.starts[row])
-            assert (
-                pack.token_ids[starts[n] : pack.target_index[n] + 1] == rows.token_ids[first : first + position]
-            ).all(), "the context of a token changed"
+            assert context[-1] == pack.target_index[n], "a token is trained at another place of its sequence"
+            assert (pack.token_ids[context] == rows.token_ids[first : first + position]).all(), "a context changed"
+            assert (pack.position_ids[context] == np.arange(position)).all()
     return found
+
+
+def _paths(pack):
+    """The places that lead to each position of each sequence."""
+    for start, stop in itertools.pairwise(pack.cu_lengths):
+        yield from (pack.places[start : end + 1] for end in range(start, stop))
 
 
 @given(
     lengths=st.lists(st.integers(2, 60), min_size=1, max_size=30),
     seed=st.integers(0, 1000),
     budget=st.sampled_from([1, 16, 64, 10_000]),
+    different=st.sampled_from([1, 2, 60]),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_every_sampled_token_is_the_target_of_exactly_one_pack(make_table, random_rows, lengths, seed, budget):
+def test_every_sampled_token_is_the_target_of_exactly_one_pack(
+    make_table, random_rows, lengths, seed, budget, different
+):
     generator = np.random.default_rng(seed)
-    listed = random_rows(lengths, seed)
+    listed = [(ids % different, mask) for ids, mask in random_rows(lengths, seed)]  # few ids: much is shared
     draws = [generator.random(length).astype(np.float32) for length in lengths]
     versions = [generator.integers(0, 9, length).astype(np.int32) for length in lengths]
     table = make_table(listed, behavior_logprobs=draws, advantages=draws[::1], versions=versions)
@@ -55,9 +68,14 @@ def test_every_sampled_token_is_the_target_of_exactly_one_pack(make_table, rando
     assert _targets(packs, rows) == expected
     for pack in packs:
         lengths_here = np.diff(pack.cu_lengths)
-        assert pack.num_tokens <= budget or len(lengths_here) == 1
+        assert pack.num_computed <= budget or len(lengths_here) == 1
+        assert pack.num_tokens <= 4 * budget or len(lengths_here) == 1, "attention sees them all"
         assert (np.diff(lengths_here) <= 0).all(), "longest first"
-        assert (pack.position_ids == np.concatenate([np.arange(n) for n in lengths_here])).all()
+        if pack.places is not None:
+            assert set(pack.places.tolist()) == set(range(pack.num_computed)), "nothing is computed for nobody"
+            assert pack.num_computed < pack.num_tokens
+            paths = {tuple(pack.token_ids[path]) for path in _paths(pack)}
+            assert len(paths) == pack.num_computed, "what is equal is computed once"
 
 
 @given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=20), seed=st.integers(0, 100))
@@ -67,6 +85,30 @@ def test_the_order_of_the_rows_does_not_change_the_sizes_of_the_packs(random_row
     turned = [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
     sizes = [sorted(tuple(np.diff(p.cu_lengths)) for p in pack_rows(rows_from_lists(r), 64)) for r in (rows, turned)]
     assert sizes[0] == sizes[1]
+
+
+def test_a_prompt_is_computed_once_for_all_siblings_in_one_pack(make_table):
+    prompt = list(range(100, 140))
+    rows = [([*prompt, 3 + i, 60 - i], [0] * 40 + [1, 1]) for i in range(8)]
+    packs = pack_rows(rows_from_table(make_table(rows)), 48 + 20)
+    assert [(len(p.rows), p.num_computed, p.num_tokens) for p in packs] == [(3, 43, 123), (3, 43, 123), (2, 42, 82)]
+    (pack,) = pack_rows(rows_from_table(make_table(rows)), 1000)
+    assert (pack.num_computed, pack.num_tokens) == (48, 328)
+
+
+def test_a_fork_computes_only_its_own_tokens(make_table):
+    rows = [([*range(50, 80), 3, 4], [0] * 30 + [1, 1]), ([5, 6, 7], [0, 1, 1])]
+    (pack,) = pack_rows(
+        rows_from_table(make_table(rows, episode_id=["a", "a"], branch=[0, 1], parent_branch=[-1, 0], fork_at=[0, 31])),
+        1000,
+    )
+    assert pack.num_computed == 31 + 2 and pack.num_tokens == 31 + 33  # the last token of each is a target only
+
+
+def test_sequences_with_little_in_common_lie_end_to_end(make_table):
+    rows = [([1, *range(20 * i + 10, 20 * i + 28)], [0] * 9 + [1] * 10) for i in range(5)]
+    (pack,) = pack_rows(rows_from_table(make_table(rows)), 1000)
+    assert pack.places is None and pack.num_computed == pack.num_tokens == 90
 
 
 def test_a_marker_stays_on_its_token(make_table, random_rows):

@@ -60,12 +60,12 @@ class PackedPolicy(nn.Module):
         device = model.device
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else model.dtype
-        token_ids, position_ids, cu_lengths = _filled(pack)
+        token_ids, position_ids, cu_lengths, places = _filled(pack)
         hidden = model.base_model(
             input_ids=torch.from_numpy(token_ids).to(device)[None],
             position_ids=torch.from_numpy(position_ids).to(device)[None],
             use_cache=False,
-            pack_layout=pack_layout(cu_lengths, device, dtype),
+            pack_layout=pack_layout(cu_lengths, places, device, dtype),
         ).last_hidden_state[0]
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         picked = hidden.index_select(0, torch.from_numpy(pack.target_index).to(device)).to(dtype)
@@ -138,13 +138,15 @@ class HeadLogprobs(torch.autograd.Function):
         )
 
 
-def _filled(pack: Pack) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """token_ids, position_ids, cu_lengths; where the CPU's kernels are compiled for a number of rows, with sequences of
-    one token (id 0) at the end that fill it up. Nothing reads what comes out of them, so they have no gradient."""
-    extra = -pack.num_tokens % ROWS if prefers_onednn() else 0
-    more = pack.cu_lengths[-1] + np.arange(1, extra + 1, dtype=pack.cu_lengths.dtype)
-    cu_lengths = np.concatenate((pack.cu_lengths, more))
-    return np.pad(pack.token_ids, (0, extra)), np.pad(pack.position_ids, (0, extra)), cu_lengths
+def _filled(pack: Pack) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """token_ids, position_ids, cu_lengths, places; where the CPU's kernels are compiled for a number of rows, with
+    sequences of one token (id 0) at the end that fill it up. Nothing reads what comes out of them, so they have no
+    gradient."""
+    extra = -pack.num_computed % ROWS if prefers_onednn() else 0
+    more = np.arange(extra)
+    cu_lengths = np.concatenate((pack.cu_lengths, (pack.cu_lengths[-1] + 1 + more).astype(pack.cu_lengths.dtype)))
+    places = None if pack.places is None else np.concatenate((pack.places, pack.num_computed + more))
+    return np.pad(pack.token_ids, (0, extra)), np.pad(pack.position_ids, (0, extra)), cu_lengths, places
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:

@@ -2,18 +2,29 @@
 
 - row: prompt and sampled tokens of one branch; a fork gets its parent's prefix in front, masked out
 - sequence: a row cut just before its last trained token: that token is a target, never an input
-- pack: sequences laid end to end, longest first, at most `tokens_per_microbatch` (or one longer sequence)
+- pack: sequences longest first, at most `tokens_per_microbatch` (or one longer sequence); what they have in common from
+  their start on is there once (models/scoring/prefixes.py) where that is worth it
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from astraflow.errors import TrainingError
+from astraflow.models.scoring.offsets import offsets, ramps
+from astraflow.models.scoring.prefixes import (
+    SHARED_COST,
+    clusters,
+    joined,
+    shared_with_previous,
+    sort_by_ids,
+    tree_places,
+)
 from astraflow.wire.codec import flat_values, list_lengths
 
 
@@ -34,13 +45,14 @@ class TokenRows:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """One microbatch: S sequences end to end (T inputs), longest first, and their N trained tokens."""
+    """One microbatch: S sequences (T positions), longest first, of U computed tokens, and their N trained tokens."""
 
-    token_ids: np.ndarray  # [T] int64 inputs
-    position_ids: np.ndarray  # [T] int64, from 0 in each sequence
+    token_ids: np.ndarray  # [U] int64 inputs
+    position_ids: np.ndarray  # [U] int64, from 0 in each sequence
     cu_lengths: np.ndarray  # [S + 1] int32 offsets into [T]
+    places: np.ndarray | None  # [T] int64 into [U]; None: nothing is shared, U = T and the sequences lie end to end
     rows: np.ndarray  # [S] int64 row of the batch
-    target_index: np.ndarray  # [N] int64 into [T]: the position whose next token is trained
+    target_index: np.ndarray  # [N] int64 into [U]: the token whose next one is trained
     target_ids: np.ndarray  # [N] int64 that next token
     target_sequence: np.ndarray  # [N] int64 into [S]
     behavior_logprobs: np.ndarray  # [N] float32
@@ -56,7 +68,12 @@ class Pack:
 
     @property
     def num_tokens(self) -> int:
-        """T, the input tokens."""
+        """T, the input tokens of all sequences."""
+        return int(self.cu_lengths[-1])
+
+    @property
+    def num_computed(self) -> int:
+        """U, the input tokens that go through the model."""
         return len(self.token_ids)
 
 
@@ -149,27 +166,63 @@ def pack_rows(rows: TokenRows, tokens_per_microbatch: int, select: np.ndarray | 
         raise TrainingError(
             f"batch.rows[{row}].loss_mask[0]", True, "marks a token that has no context", "sample after a prompt"
         )
-    order, bounds = first_fit(inputs, tokens_per_microbatch)
-    first_target = offsets(counts)[kept[order]]
-    kept, inputs, counts = kept[order], inputs[order], counts[kept[order]]
-    return [_one_pack(rows, where, kept[a:b], inputs[a:b], counts[a:b], first_target[a:b]) for a, b in pairwise(bounds)]
+    sequences = _Sequences(kept, inputs, counts[kept], offsets(counts)[kept])
+    return [
+        _one_pack(rows, where, sequences.take(members))
+        for members in _bins(rows.token_ids, rows.starts[kept], inputs, tokens_per_microbatch)
+    ]
 
 
-def _one_pack(
-    rows: TokenRows, where: np.ndarray, kept: np.ndarray, inputs: np.ndarray, counts: np.ndarray, first: np.ndarray
-) -> Pack:
-    """Lay out the sequences `kept` ([S] rows; `inputs`, `counts` tokens of each; `first` target in `where`)."""
+class _Sequences(NamedTuple):
+    """Rows to be trained, each [S] int64."""
+
+    rows: np.ndarray
+    inputs: np.ndarray  # tokens of each
+    counts: np.ndarray  # targets of each
+    first: np.ndarray  # number of its first target among all
+
+    def take(self, members: np.ndarray) -> _Sequences:
+        return _Sequences(*(column[members] for column in self))
+
+
+def _bins(token_ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Which sequences share a pack, first fit decreasing over runs of sequences with a common start; sorted by ids."""
+    order = sort_by_ids(token_ids, starts, lengths)
+    shared = shared_with_previous(token_ids, starts[order], lengths[order])
+    runs, costs = clusters(shared, lengths[order], capacity)
+    chosen, bounds = first_fit(costs, SHARED_COST * capacity)
+    return [
+        order[np.concatenate([np.arange(runs[i].start, runs[i].stop) for i in np.sort(chosen[a:b])])]
+        for a, b in pairwise(bounds)
+    ]
+
+
+def _one_pack(rows: TokenRows, where: np.ndarray, members: _Sequences) -> Pack:
+    """Lay out sequences that are sorted by their ids. `where`: [N] flat places of all targets."""
+    starts, lengths = rows.starts[members.rows], members.inputs
+    shared = shared_with_previous(rows.token_ids, starts, lengths)
+    longest_first = np.argsort(-lengths, kind="stable")
+    places = None
+    if not joined(shared, lengths).any():
+        source = np.repeat(starts[longest_first], lengths[longest_first])
+        position_ids = ramps(lengths[longest_first])
+    else:
+        position_ids = ramps(lengths - shared) + np.repeat(shared, lengths - shared)
+        source = np.repeat(starts, lengths - shared)
+        in_order = np.repeat(offsets(lengths)[longest_first], lengths[longest_first]) + ramps(lengths[longest_first])
+        places = tree_places(shared, lengths)[in_order]
+    kept, inputs, counts, first = members.take(longest_first)
     cu_lengths = offsets(inputs)
-    position_ids = ramps(inputs)
-    source = np.repeat(rows.starts[kept], inputs) + position_ids
     targets = where[np.repeat(first, counts) + ramps(counts)]
     sequence = np.repeat(np.arange(len(kept)), counts)
+    before = targets - 1 - rows.starts[kept][sequence] + cu_lengths[sequence]
     return Pack(
-        token_ids=rows.token_ids[source].astype(np.int64),
+        token_ids=rows.token_ids[source + position_ids].astype(np.int64),
         position_ids=position_ids,
         cu_lengths=cu_lengths.astype(np.int32),
+        places=places,
         rows=kept,
-        target_index=targets - 1 - rows.starts[kept][sequence] + cu_lengths[sequence],
+        target_index=before if places is None else places[before],
         target_ids=rows.token_ids[targets].astype(np.int64),
         target_sequence=sequence,
         behavior_logprobs=rows.behavior_logprobs[targets],
@@ -270,17 +323,3 @@ def _path(row: int, starts: np.ndarray, parent_of: list[int], forks_at: list[int
         path.append((start, stop))
         length += stop - start
     return path
-
-
-def offsets(lengths: np.ndarray) -> np.ndarray:
-    """[0, l0, l0 + l1, ...] of lengths [n]: [n + 1] int64."""
-    out = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=out[1:])
-    return out
-
-
-def ramps(lengths: np.ndarray) -> np.ndarray:
-    """0..l0-1, 0..l1-1, ... of lengths [n]: [sum] int64."""
-    starts = offsets(lengths)
-    values: np.ndarray = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-    return values

@@ -20,7 +20,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from astraflow.models.scoring.packing import TokenRows, first_fit, offsets, ramps, rows_from_table
+from astraflow.models.scoring.offsets import offsets, ramps
+from astraflow.models.scoring.packing import TokenRows, first_fit, rows_from_table
 from astraflow.wire.codec import TRAINING_SCHEMA, flat_values
 
 Layout = Literal["packed", "padded"]
