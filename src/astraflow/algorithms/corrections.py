@@ -1,11 +1,11 @@
 """What makes a loss right, or careful, on data of older policies or of an engine that computes otherwise.
 
 A correction gives a factor per token by which its loss is multiplied; several are multiplied. Ratios are those of the
-policy before the first step on the batch to the one that sampled, without gradient: r per token, or of a whole
+policy before the first update on the batch to the one that sampled, without gradient: r per token, or of a whole
 sequence the product of its tokens'. The denominators of the aggregation stay: what is left out counts as zero.
 
-A correction that weighs (truncate, mask) makes the data those of the policy before the step; the loss then measures its
-own ratio from there, or the same ratio would count twice.
+A correction that weighs (truncate, mask) makes the data those of the policy before the update; the loss then measures
+its own ratio from there, or the same ratio would count twice.
 """
 
 from __future__ import annotations
@@ -33,13 +33,19 @@ class Correction(Protocol):
 
 
 class Corrected:
-    """A loss with corrections, itself a loss."""
+    """A loss with corrections, itself a loss.
 
-    def __init__(self, loss: PolicyLoss, corrections: list[Correction]) -> None:
+    Args: anchored: the loss measures its ratio from the policy before the first update on the batch also without a
+    correction that weighs: what clips is then the distance of the updates, not that to the behaviour.
+    """
+
+    def __init__(self, loss: PolicyLoss, corrections: list[Correction], anchored: bool = False) -> None:
         self.loss, self.corrections = loss, corrections
         self.aggregation, self.needs_batch = loss.aggregation, loss.needs_batch
-        self.weighs = any(c.weighs for c in corrections)
-        self.corrects_off_policy = loss.corrects_off_policy or self.weighs
+        weighs = any(c.weighs for c in corrections)
+        self.anchored = anchored or weighs
+        self.needs_proximal = self.anchored or bool(corrections) or loss.needs_proximal
+        self.corrects_off_policy = loss.corrects_off_policy or weighs
 
     def prepare(self, tokens: TrainedTokens) -> Prepared:
         """See `PolicyLoss`."""
@@ -55,7 +61,7 @@ class Corrected:
         return losses, sums
 
     def _seen(self, tokens: TrainedTokens) -> TrainedTokens:
-        return replace(tokens, behavior_logprobs=tokens.proximal) if self.weighs else tokens
+        return replace(tokens, behavior_logprobs=tokens.proximal) if self.anchored else tokens
 
 
 class Truncate:

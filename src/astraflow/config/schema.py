@@ -49,7 +49,7 @@ class RunSection(Strict):
 
     name: Name
     seed: int = Field(0, ge=0)
-    steps: int = Field(ge=1, description="optimizer steps of every policy")
+    steps: int = Field(ge=1, description="batches that every policy learns from, one version each")
     directory: str = Field("runs", description="parent of the run directory")
     checkpoint_every: int = Field(50, ge=1, description="steps between checkpoints; the last step always has one")
     description: str = ""
@@ -125,6 +125,9 @@ class AlgorithmSection(Strict):
     advantage: Spec = Component(type="grpo")
     loss: Spec = Component(type="ppo_clip")
     corrections: list[Spec] = Field([], description="factors on the loss for data of other policies")
+    anchor: Literal["behavior", "proximal"] = Field(
+        "behavior", description="policy that the loss measures its ratio from; proximal: before the first update"
+    )
     entropy: float = Field(0.0, ge=0, description="bonus on the entropy of trained tokens, loss per nat")
     z_loss: float = Field(0.0, ge=0, description="penalty on the squared log normaliser of the logits")
     kl: Annotated[KlSection | None, BeforeValidator(_optional)] = None
@@ -138,6 +141,8 @@ class BatchSection(Strict):
     episodes: int = Field(0, ge=0, description="episodes of a batch, siblings may part; 0: whole groups")
     order: Literal["edf", "fifo"] = Field("edf", description="edf: oldest weight version first; fifo: first complete")
     max_staleness: int = Field(1, ge=0, description="0: synchronous training")
+    epochs: int = Field(1, ge=1, description="passes over a batch")
+    minibatches: int = Field(1, ge=1, description="optimizer steps of a pass, on whole groups each")
     tokens_per_microbatch: int = Field(8192, ge=16, description="packed tokens of one forward and backward pass")
     max_dropped_groups: int = Field(
         1000, ge=1, description="consecutive groups dropped without one batch before the run stops with advice"

@@ -31,6 +31,7 @@ from astraflow.training.checkpoint import (
     optimizer_tensors,
     save_checkpoint,
 )
+from astraflow.training.optimize.minibatches import groups_of
 from astraflow.training.reference import KlPenalty, load_reference
 from astraflow.training.sft import warm_start
 from astraflow.training.step import StepCounts, Stepper, StepSettings
@@ -100,7 +101,7 @@ class Learner:
         """One step on the rows of a batch; the next version is under way when this returns: readers wait for it.
         Metrics by slash name."""
         rows = rows_from_table(table)
-        metrics = self.stepper.step(rows, self.version)
+        metrics = self.stepper.step(rows, self.version, groups_of(table))
         self.version += 1
         tensors = self.trained.copy()
         metrics["perf/publish_wait_s"] = self._publish(tensors)
@@ -163,6 +164,9 @@ class Learner:
             entropy=self.section.algorithm.entropy,
             z_loss=self.section.algorithm.z_loss,
             autocast=self._bfloat16,
+            epochs=self.section.batch.epochs,
+            minibatches=self.section.batch.minibatches,
+            seed=self.config.run.seed,
         )
         return Stepper(self.model, loss, settings, self._should_stop)
 
@@ -207,12 +211,12 @@ class Learner:
 def _loss(policy: str, section: PolicySection) -> PolicyLoss:
     where, algorithm = f"policies.{policy}.algorithm", section.algorithm
     loss: PolicyLoss = _made("losses", algorithm.loss, f"{where}.loss")
-    if not algorithm.corrections:
+    if not algorithm.corrections and algorithm.anchor == "behavior":
         return loss
     corrections = [
         _made("corrections", spec, f"{where}.corrections.{i}") for i, spec in enumerate(algorithm.corrections)
     ]
-    return Corrected(loss, corrections)
+    return Corrected(loss, corrections, algorithm.anchor == "proximal")
 
 
 def _made(room: str, spec: Component, where: str) -> Any:

@@ -25,7 +25,7 @@ from astraflow.algorithms.losses.contract import PolicyLoss, Prepared, TrainedTo
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import TrainingError
 from astraflow.models.scoring.forward import Scores, packed_logprobs, prepare_model
-from astraflow.models.scoring.packing import Pack, TokenRows, pack_rows
+from astraflow.models.scoring.packing import Pack, TokenRows
 from astraflow.training.feed.session import Interrupted
 from astraflow.training.optimize.minibatches import placed_packs, selections, spread, with_facts
 from astraflow.training.optimize.optimizers import build_optimizer, learning_rate

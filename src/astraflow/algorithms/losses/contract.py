@@ -30,7 +30,7 @@ class TrainedTokens:
     sequences: torch.Tensor  # [N] int64 into [S], rising
     lengths: torch.Tensor  # [S] trained tokens of each sequence, as floats, each >= 1
     staleness: torch.Tensor  # [N] the trainer's version minus that of the token, as floats
-    proximal_logprobs: torch.Tensor | None = None  # [N] before the first step on this batch; None: this is the first
+    proximal_logprobs: torch.Tensor | None = None  # [N] before the first update on this batch; None: this is it
 
     @classmethod
     def of(
@@ -50,7 +50,7 @@ class TrainedTokens:
 
     @property
     def proximal(self) -> torch.Tensor:
-        """[N] logprobs under the weights before the first step on this batch, no gradient."""
+        """[N] logprobs under the weights before the first update on this batch, no gradient."""
         return self.policy_logprobs.detach() if self.proximal_logprobs is None else self.proximal_logprobs
 
 
@@ -59,10 +59,12 @@ class PolicyLoss(Protocol):
 
     aggregation: Aggregation
     needs_batch: bool
-    """True: `prepare` must see all trained tokens of the batch before the first gradient (one more forward pass when
-    the batch is more than one microbatch)."""
+    """True: `prepare` must see all trained tokens of an update before its first gradient (one more forward pass when
+    they are more than one microbatch)."""
     corrects_off_policy: bool
     """True: made for data of versions far behind the trainer's, as replay of more than `batch.max_staleness` gives."""
+    needs_proximal: bool
+    """True: it reads `TrainedTokens.proximal` (one more forward pass when a step takes several updates)."""
 
     def prepare(self, tokens: TrainedTokens) -> Prepared:
         """What `__call__` needs to know of the whole batch, which `tokens` is. No gradient."""
@@ -76,6 +78,7 @@ class LocalLoss:
 
     needs_batch = False
     corrects_off_policy = False
+    needs_proximal = False
 
     def __init__(self, aggregation: Aggregation) -> None:
         self.aggregation: Aggregation = check_aggregation(aggregation)

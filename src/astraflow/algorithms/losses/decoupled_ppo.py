@@ -21,9 +21,9 @@ class DecoupledPpo(LocalLoss):
     Clipping pi / mu would hold the policy back to where it was when the data were sampled.
 
     Args: max_weight: tokens of a larger q / mu are left out (AReaL: 5); 0: none.
-    proximal: "exact": q is the policy before the first step on the batch; with one step per batch, as our trainer
-    takes, r is 1 and nothing clips. "interpolated": log q = log mu / d + (1 - 1/d) log pi for a token d >= 1 versions
-    old (q = mu for d = 1), and q = pi for one of the version trained.
+    proximal: "exact": q is the policy before the first update on the batch; with one update per batch r is 1 and
+    nothing clips. "interpolated": log q = log mu / d + (1 - 1/d) log pi for a token d >= 1 versions old (q = mu for
+    d = 1), and q = pi for one of the version trained.
     Source: arXiv:2110.00641 section 3; AReaL, arXiv:2505.24298 equation 5; interpolation: A-3PO, arXiv:2512.06547.
     """
 
@@ -38,6 +38,7 @@ class DecoupledPpo(LocalLoss):
         check("max_weight", max_weight, max_weight == 0 or max_weight >= 1, "must be >= 1, or 0 for none", "use 5.0")
         check("proximal", proximal, proximal in ("interpolated", "exact"), "is not known", "use interpolated or exact")
         self.max_weight, self.interpolated = max_weight, proximal == "interpolated"
+        self.needs_proximal = not self.interpolated
 
     def __call__(self, tokens: TrainedTokens, prepared: Prepared = None) -> tuple[torch.Tensor, Metrics]:
         """See `PolicyLoss`."""

@@ -26,6 +26,7 @@ class M2po:
 
     needs_batch = True
     corrects_off_policy = True
+    needs_proximal = False
 
     def __init__(self, threshold: float = 0.04, max_log_ratio: float = 3.0, aggregation: Aggregation = "token") -> None:
         check("threshold", threshold, threshold > 0, "must be > 0", "use 0.04")
