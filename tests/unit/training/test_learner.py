@@ -48,7 +48,10 @@ def batches(make_table, random_rows):
         draw = np.random.default_rng(i)
         logprobs = [np.where(mask, draw.normal(-4, 0.1, len(ids)), 0).astype(np.float32) for ids, mask in rows]
         advantages = [np.full(len(ids), draw.normal(), np.float32) for ids, _ in rows]
-        tables.append(make_table(rows, versions=versions, behavior_logprobs=logprobs, advantages=advantages))
+        groups = ["train/0/0", "train/0/0", "train/0/1", "train/0/1"]
+        tables.append(
+            make_table(rows, versions=versions, behavior_logprobs=logprobs, advantages=advantages, group_id=groups)
+        )
     return tables
 
 
@@ -68,6 +71,10 @@ def _stable(metrics):
         {"algorithm": {"loss": "gspo", "corrections": ["truncate", {"type": "reject", "low": 0.1}]}},
         {"trainer": {"dtype": "bfloat16"}},
         {"lora": {"rank": 4, "alpha": 6}},
+        {
+            "batch": {"groups": 2, "tokens_per_microbatch": 64, "epochs": 2, "minibatches": 2},
+            "algorithm": {"anchor": "proximal"},
+        },
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(make_config, batches, tmp_path, policy):

@@ -1,6 +1,6 @@
 """Several optimizer steps on one batch: how it is cut, and what is known of its tokens before the first of them.
 
-    batch ─► what is known of it all (reference, advantages, proximal logprobs) ─► epochs ─► minibatches, one update each
+    batch ─► what is known of it all (reference, advantages, proximal logprobs) ─► epochs ─► minibatches: an update each
 
 A minibatch holds whole groups, so that siblings and branches stay together. Which ones depends on the seed of the run,
 the step and the epoch alone: a resumed run cuts a batch as the interrupted one did.
