@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import exp
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ CASES = {
 AGGREGATIONS = ("token", "sequence", 16.0)
 LOSSES = [loss for loss, _ in CASES.values()] + [
     M2po(),
+    M2po(tokens="all"),
     Corrected(PpoClip(), [Truncate(1.5)]),
     Corrected(Reinforce(), [Mask(0.2, 4.0, "sequence"), Reject()]),
     Corrected(M2po(), [Reject(0.8, 1.3)]),
@@ -107,23 +109,29 @@ def test_value_and_gradient_are_those_of_the_paper(name, aggregation):
     assert (gradient != 0).any()
 
 
-def test_m2po_is_its_algorithm_1():
-    """Drop the largest outward (log r)^2 one by one until the mean of the rest is within the threshold."""
+@pytest.mark.parametrize("of", ["outward", "all"])
+def test_m2po_is_its_algorithm_1(of):
+    """Drop the largest (log r)^2 one by one until the mean of the rest is within the threshold; of both token sets."""
     tokens = batch()
     threshold = 0.04
     log_ratio = (tokens.policy_logprobs - tokens.behavior_logprobs).tolist()
-    outward = [i for i, (x, a) in enumerate(zip(log_ratio, tokens.advantages.tolist(), strict=True)) if x * a > 0]
-    kept = sorted(outward, key=lambda i: log_ratio[i] ** 2)
+    pairs = list(zip(log_ratio, tokens.advantages.tolist(), strict=True))
+    counting = [i for i, (x, a) in enumerate(pairs) if of == "all" or (a > 0 and x > 0) or (a < 0 and x < 0)]
+    kept = sorted(counting, key=lambda i: log_ratio[i] ** 2)
     while kept and sum(log_ratio[i] ** 2 for i in kept) / len(kept) > threshold:
         kept.pop()
-    dropped = set(outward) - set(kept)
+    dropped = set(counting) - set(kept)
     leaf = tokens.policy_logprobs.clone().requires_grad_()
-    losses, sums = M2po(threshold)(replace(tokens, policy_logprobs=leaf))
+    losses, sums = M2po(threshold, tokens=of)(replace(tokens, policy_logprobs=leaf))
     (gradient,) = torch.autograd.grad(losses.sum(), leaf)
-    assert 0 < len(dropped) < len(outward) and sums["policy/clip_fraction"] == len(dropped)
-    for i, (x, a) in enumerate(zip(log_ratio, tokens.advantages.tolist(), strict=True)):
-        expected = 0.0 if i in dropped else -torch.tensor(x, dtype=torch.float64).exp().item() * a
-        assert gradient[i].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert 0 < len(dropped) < len(counting) and sums["policy/clip_fraction"] == len(dropped)
+    assert sums[f"policy/{of}_m2"].item() == pytest.approx(sum(log_ratio[i] ** 2 for i in counting))
+    window = max(abs(log_ratio[i]) for i in kept)
+    for i, (x, a) in enumerate(pairs):
+        assert gradient[i].item() == pytest.approx(0.0 if i in dropped else -exp(x) * a, rel=1e-9, abs=1e-12)
+        clipped = -min(exp(x) * a, exp(min(max(x, -window), window)) * a)  # as PPO clips, x in [-window, window]
+        masked = 0.0 if i in dropped else -exp(x) * a
+        assert losses[i].item() == pytest.approx(clipped if of == "outward" else masked, rel=1e-9)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

@@ -119,6 +119,7 @@ def test_m2po_prepared_on_the_batch_does_not_depend_on_the_cut():
         (lambda: M2po(threshold=0), "threshold"),
         (lambda: M2po(max_log_ratio=50), "max_log_ratio"),
         (lambda: M2po(aggregation="mean"), "aggregation"),
+        (lambda: M2po(tokens="some"), "tokens"),
     ],
 )
 def test_a_wrong_option_is_named(make, setting):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from astraflow.algorithms.aggregate import Aggregation
@@ -12,34 +14,43 @@ from astraflow.algorithms.losses.contract import Metrics, Prepared, TrainedToken
 class M2po:
     """Second-moment trust region: drop just so many extreme tokens that mean (log r)^2 of the rest is <= threshold.
 
-    Only tokens whose update moves the policy further away count (A > 0 and r > 1, or A < 0 and r < 1), and only these
-    are dropped. A fixed clip drops a share of tokens that grows with staleness, mostly unlikely, informative ones;
-    the second moment leaves a batch alone as long as it is near as a whole.
+    A fixed clip drops a share of tokens that grows with staleness, mostly unlikely, informative ones; the second moment
+    leaves a batch alone as long as it is near as a whole. Which tokens count, and may be dropped:
 
-    The moment is that of the whole batch, as in the paper: a moment per microbatch would make gradients depend on how
-    the batch was cut. Hence `needs_batch`. Dropping is done by a window on log r that `prepare` finds (a counting token
-    outside has no gradient), at most `max_log_ratio` wide (published systems use r in [0.05, 21], that is 3).
+    | tokens    | set                                                | dropped by                                      |
+    |-----------|----------------------------------------------------|-------------------------------------------------|
+    | "outward" | A > 0 and r > 1, or A < 0 and r < 1: their update  | a window [1/x, x] that clips as PPO's does;     |
+    |           | moves the policy further away                      | x = exp of the largest |log r| that is kept     |
+    | "all"     | all trained tokens                                 | a mask, M of -M r A                             |
+
+    The moment is that of the whole update, as in the paper: a moment per microbatch would make gradients depend on how
+    the batch was cut. Hence `needs_batch`. What `prepare` finds is a bound on |log r|, at most `max_log_ratio`
+    (published systems clip r to [0.05, 21], that is 3); a counting token beyond it has no gradient. Where r is larger
+    than that and the token does not count, its weight is held at the bound.
 
     Args: threshold: of the second moment; the paper uses 0.04 for all its models, smaller is more careful.
-    Source: arXiv:2510.01161, section 4 and algorithm 1.
+    Source: arXiv:2510.01161, section 4 and algorithm 1 ("all"); the authors' and AstraFlow's code ("outward").
     """
 
     needs_batch = True
     corrects_off_policy = True
     needs_proximal = False
 
-    def __init__(self, threshold: float = 0.04, max_log_ratio: float = 3.0, aggregation: Aggregation = "token") -> None:
+    def __init__(
+        self, threshold: float = 0.04, max_log_ratio: float = 3.0, tokens: Literal["outward", "all"] = "outward",
+        aggregation: Aggregation = "token",
+    ) -> None:  # fmt: skip
         check("threshold", threshold, threshold > 0, "must be > 0", "use 0.04")
         check("max_log_ratio", max_log_ratio, 0 < max_log_ratio <= 10, "must be in (0, 10]", "use 3.0")
-        self.threshold, self.max_log_ratio = threshold, max_log_ratio
+        check("tokens", tokens, tokens in ("outward", "all"), "is not known", "use outward or all")
+        self.threshold, self.max_log_ratio, self.tokens = threshold, max_log_ratio, tokens
         self.aggregation: Aggregation = check_aggregation(aggregation)
 
     @torch.no_grad()
     def prepare(self, tokens: TrainedTokens) -> Prepared:
         """The largest (log r)^2 that keeps its gradient: a scalar tensor, no synchronisation."""
         log_ratio = log_ratios(tokens.policy_logprobs, tokens.behavior_logprobs)
-        outward = log_ratio * tokens.advantages.sign() > 0
-        moments = torch.where(outward, log_ratio.square(), torch.inf).sort().values
+        moments = torch.where(self._counts(log_ratio, tokens), log_ratio.square(), torch.inf).sort().values
         ranks = torch.arange(1, len(moments) + 1, device=moments.device)
         # The mean of the k smallest moments rises with k: the kept ones are a prefix. inf: the token does not count.
         kept = moments.double().cumsum(0) <= self.threshold * ranks
@@ -53,15 +64,21 @@ class M2po:
         limit = self.prepare(tokens) if prepared is None else prepared
         assert limit is not None
         log_ratio = log_ratios(tokens.policy_logprobs, tokens.behavior_logprobs)
-        outward = log_ratio * tokens.advantages.sign() > 0
-        dropped = outward & (log_ratio.square() > limit)
+        counts = self._counts(log_ratio, tokens)
+        dropped = counts & (log_ratio.square() > limit)
         # A bad token that the policy made likelier (A < 0, r >> 1) must be pushed back, but not without bound.
         truncated = log_ratio - (log_ratio - self.max_log_ratio).clamp(min=0).detach()
-        inside = torch.where(dropped, log_ratio.sign() * limit.sqrt(), truncated)
+        losses = -torch.where(dropped, log_ratio.sign() * limit.sqrt(), truncated).exp() * tokens.advantages
+        if self.tokens == "all":
+            losses = torch.where(dropped, 0.0, losses)
         with torch.no_grad():
-            moment = torch.where(outward, log_ratio.square(), 0.0).sum()
-        return -inside.exp() * tokens.advantages, {
-            "policy/clip_fraction": dropped.sum(),
-            "policy/outward_fraction": outward.sum(),
-            "policy/outward_m2": moment,
-        }
+            moment = torch.where(counts, log_ratio.square(), 0.0).sum()
+        of = self.tokens
+        sums = {"policy/clip_fraction": dropped.sum(), f"policy/{of}_m2": moment}
+        return losses, sums if of == "all" else sums | {"policy/outward_fraction": counts.sum()}
+
+    def _counts(self, log_ratio: torch.Tensor, tokens: TrainedTokens) -> torch.Tensor:
+        """[N] bool: the token is in the set whose second moment is bounded."""
+        if self.tokens == "all":
+            return torch.ones_like(log_ratio, dtype=torch.bool)
+        return log_ratio * tokens.advantages.sign() > 0
