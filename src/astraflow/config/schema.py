@@ -128,6 +128,7 @@ class AlgorithmSection(Strict):
     anchor: Literal["behavior", "proximal"] = Field(
         "behavior", description="policy that the loss measures its ratio from; proximal: before the first update"
     )
+    mask_truncated: bool = Field(False, description="answers that a length limit cut are left out of the loss")
     entropy: float = Field(0.0, ge=0, description="bonus on the entropy of trained tokens, loss per nat")
     z_loss: float = Field(0.0, ge=0, description="penalty on the squared log normaliser of the logits")
     kl: Annotated[KlSection | None, BeforeValidator(_optional)] = None

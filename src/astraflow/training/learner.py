@@ -31,6 +31,7 @@ from astraflow.training.checkpoint import (
     optimizer_tensors,
     save_checkpoint,
 )
+from astraflow.training.credit.truncation import without_truncated
 from astraflow.training.optimize.minibatches import groups_of
 from astraflow.training.reference import KlPenalty, load_reference
 from astraflow.training.sft import warm_start
@@ -101,7 +102,10 @@ class Learner:
         """One step on the rows of a batch; the next version is under way when this returns: readers wait for it.
         Metrics by slash name."""
         rows = rows_from_table(table)
-        metrics = self.stepper.step(rows, self.version, groups_of(table))
+        trained = without_truncated(rows, table) if self.section.algorithm.mask_truncated else rows
+        metrics = self.stepper.step(trained, self.version, groups_of(table))
+        if trained is not rows:
+            metrics["masked/truncated"] = 1 - float((trained.weights > 0).sum() / max(1, (rows.weights > 0).sum()))
         self.version += 1
         tensors = self.trained.copy()
         metrics["perf/publish_wait_s"] = self._publish(tensors)

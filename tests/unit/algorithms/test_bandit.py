@@ -24,7 +24,8 @@ REWARDS = torch.tensor([[0.0, 0.2, 0.1, 0.3, 0.1], [0.1, 0.0, 0.4, 0.1, 0.2]])  
     "loss",
     [
         PpoClip(), PpoClip(0.2, 0.28, 3.0, "sequence"), PpoClip(aggregation=2), M2po(), M2po(tokens="all"),
-        Reinforce(), Gspo(), Cispo(), Sapo(), DecoupledPpo(), DecoupledPpo(proximal="exact"), Corrected(Reinforce(), [Truncate()]),
+        Reinforce(), Gspo(), Cispo(), Sapo(), DecoupledPpo(), DecoupledPpo(proximal="exact"),
+        Corrected(Reinforce(), [Truncate()]),
         Corrected(Reinforce(), [Mask(level="sequence")]), Corrected(PpoClip(), [Reject()]),
     ],
     ids=lambda loss: type(loss).__name__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -191,3 +192,16 @@ def test_a_wrong_loss_option_is_named(make_config, tmp_path):
     config = make_config(algorithm={"loss": {"type": "ppo_clip", "clip_hi": 0.3}})
     with pytest.raises(ConfigError, match=r"policies.actor.algorithm.loss.clip_hi.*did you mean 'clip_high'"):
         Learner(config, "actor", tmp_path)
+
+
+def test_truncated_trajectories_are_left_out_of_the_loss_where_that_is_wanted(make_config, batches, tmp_path):
+    cut = [False, True, False, True]
+    table = batches[0].set_column(batches[0].column_names.index("truncated"), "truncated", pa.array(cut))
+    whole = Learner(make_config(), "actor", tmp_path / "whole")
+    masked = Learner(make_config(algorithm={"mask_truncated": True}), "actor", tmp_path / "masked")
+    only = Learner(make_config(), "actor", tmp_path / "only")
+    a, b, c = whole.train(table), masked.train(table), only.train(table.filter(pa.array([not x for x in cut])))
+    assert b["masked/truncated"] == 0.5 and b["sequences"] == 2 < a["sequences"] and "masked/truncated" not in a
+    assert b["loss"] == c["loss"] and torch.equal(_weights(masked), _weights(only))
+    for learner in (whole, masked, only):
+        learner.close()
