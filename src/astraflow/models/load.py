@@ -46,13 +46,11 @@ def load_model(directory: Path | str, dtype: str = "float32", attention: str = "
 def state_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Weights by Hugging Face name, detached views of the live ones; tied weights once, under their first name."""
     found: dict[str, torch.Tensor] = {}
-    seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in model.state_dict().items():
-        key = (tensor.data_ptr(), tensor.shape)
-        if key in seen and tensor.numel():
-            continue
-        seen.add(key)
-        found[name] = tensor
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():  # with it, tied weights are one object
+        if id(tensor) not in seen:
+            found[name] = tensor.detach()
+        seen.add(id(tensor))
     return found
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,10 +31,13 @@ from astraflow.models.load import load_model, load_tensors
 from astraflow.models.lora.adapter import PREFIX
 from astraflow.models.lora.layers import lora_tensors
 from astraflow.models.registry import model_directory
-from astraflow.models.scoring.forward import packed_logprobs, prepare_model
+from astraflow.models.scoring.forward import prepare_model
 from astraflow.models.scoring.packing import Pack
+from astraflow.training.parallel.ranks import ALONE, Ranks
+from astraflow.training.parallel.scoring import Scoring, scoring_of
 
 Tensors = Mapping[str, torch.Tensor]
+ScoreAll = Callable[[Callable[[Pack], torch.Tensor]], list[np.ndarray]]
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +48,12 @@ class Reference:
 
     model: PreTrainedModel
     weights: Tensors | None = None
+    score: Scoring | None = None  # None: `model` is whole
 
     @torch.no_grad()
     def logprobs(self, pack: Pack, temperature: float) -> torch.Tensor:
         """Logprobs [N] float32 of the trained tokens of `pack`."""
-        return packed_logprobs(self.model, pack, temperature, self.weights).logprobs
+        return (self.score or scoring_of(self.model, ALONE))(pack, temperature, self.weights).logprobs
 
 
 class KlPenalty:
@@ -59,17 +62,20 @@ class KlPenalty:
     def __init__(self, section: KlSection, temperature: float, reference: Reference | None = None) -> None:
         self.section, self.reference, self._temperature = section, reference, temperature
 
-    def prepare(self, packs: list[Pack], under: Callable[[], AbstractContextManager[object]]) -> list[Pack]:
+    def prepare(self, packs: list[Pack], scored: ScoreAll) -> list[Pack]:
         """The packs of a batch with `ref_logprobs`; with the penalty in the reward their advantages hold it.
 
         As in REINFORCE++ (arXiv:2501.03262) the reward of a token is -coef times its KL, by the logprobs that it was
         sampled with, so its advantage falls by coef times the sum over it and the later trained tokens of its sequence.
         The mean of that over the batch is given back: a baseline, which leaves the expected gradient as it is.
 
-        Args: under: what each forward pass runs under.
+        Args: scored: what a way to score one of them gives for all of `packs`.
         Raises: TrainingError: a trained token has no finite reference logprob.
         """
-        packs = [replace(pack, ref_logprobs=self._ref_logprobs(pack, under)) for pack in packs]
+        values = [pack.ref_logprobs for pack in packs]
+        if (reference := self.reference) is not None:
+            values = [*scored(lambda pack: reference.logprobs(pack, self._temperature))]
+        packs = [replace(p, ref_logprobs=_checked(own)) for p, own in zip(packs, values, strict=True)]
         if self.section.place == "loss" or not packs:
             return packs
         to_go = [kl_to_go(self._sampled_kl(pack), pack.target_sequence) for pack in packs]
@@ -89,19 +95,6 @@ class KlPenalty:
             return torch.zeros_like(logprobs), sums
         return self.section.coef * kl_estimates(logprobs, reference, self.section.estimator_used), sums
 
-    def _ref_logprobs(self, pack: Pack, under: Callable[[], AbstractContextManager[object]]) -> np.ndarray:
-        values = pack.ref_logprobs
-        if self.reference is not None:
-            with under():
-                values = self.reference.logprobs(pack, self._temperature).cpu().numpy()
-        if values is None or not np.isfinite(values).all():
-            raise TrainingError(
-                "batch.ref_logprobs", "missing" if values is None else "not finite",
-                "must be there and finite for every trained token, as algorithm.kl needs it",
-                "look at the stage that adds it, or at algorithm.kl.reference",
-            )  # fmt: skip
-        return values
-
     def _sampled_kl(self, pack: Pack) -> np.ndarray:
         """[N] estimates for the policies that sampled the tokens."""
         assert pack.ref_logprobs is not None
@@ -110,9 +103,20 @@ class KlPenalty:
         return estimates
 
 
+def _checked(values: np.ndarray | None) -> np.ndarray:
+    if values is None or not np.isfinite(values).all():
+        raise TrainingError(
+            "batch.ref_logprobs", "missing" if values is None else "not finite",
+            "must be there and finite for every trained token, as algorithm.kl needs it",
+            "look at the stage that adds it, or at algorithm.kl.reference",
+        )  # fmt: skip
+    return values
+
+
 def load_reference(
-    config: RunConfig, policy: str, model: PreTrainedModel, directory: Path, first_version: Callable[[], Tensors]
-) -> Reference:
+    config: RunConfig, policy: str, model: PreTrainedModel, directory: Path, first_version: Callable[[], Tensors],
+    ranks: Ranks = ALONE,
+) -> Reference:  # fmt: skip
     """The reference of `policy`, whose trained model is `model` and came from `directory`.
 
     Args: first_version: gives the tensors of version 0 as published; asked for after a warm start only.
@@ -141,7 +145,7 @@ def load_reference(
     frozen.requires_grad_(False)
     frozen.to(model.device)  # type: ignore[arg-type]
     log.info("the reference of %s is %s", policy, name or ("version 0" if warm else directory))
-    return Reference(prepare_model(frozen))
+    return Reference(prepare_model(frozen), score=scoring_of(frozen, ranks))
 
 
 def _check_tokens(name: str, reference: Path, policy: Path) -> None:

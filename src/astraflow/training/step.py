@@ -24,11 +24,14 @@ from astraflow.algorithms.importance import effective_share, log_ratios, ratio_s
 from astraflow.algorithms.losses.contract import PolicyLoss, Prepared, TrainedTokens
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import TrainingError
-from astraflow.models.scoring.forward import Scores, packed_logprobs, prepare_model
+from astraflow.models.scoring.forward import Scores, prepare_model
 from astraflow.models.scoring.packing import Pack, TokenRows
 from astraflow.training.feed.session import Interrupted
-from astraflow.training.optimize.minibatches import placed_packs, selections, spread, with_facts
+from astraflow.training.optimize.minibatches import PlacedPacks, placed_packs, selections, spread, with_facts
 from astraflow.training.optimize.optimizers import build_optimizer, learning_rate
+from astraflow.training.parallel.division import scored, turns
+from astraflow.training.parallel.ranks import ALONE, Ranks
+from astraflow.training.parallel.scoring import Scoring, clipped_norm, scoring_of
 from astraflow.training.reference import KlPenalty
 
 MAX_SKIPPED_IN_A_ROW = 3
@@ -68,6 +71,7 @@ class _Update:
     """What one update of the weights is made from."""
 
     packs: list[Pack]
+    owners: list[int]  # rank of each pack
     proximal: list[np.ndarray] | None = None  # [N] of each pack: logprobs before the first update; None: this is it
 
 
@@ -120,8 +124,12 @@ class Stepper:
         loss: PolicyLoss,
         settings: StepSettings,
         should_stop: Callable[[], bool] = lambda: False,
+        ranks: Ranks = ALONE,
+        score: Scoring | None = None,
     ) -> None:
+        """`ranks`: all of them make the same calls; then `score` is that of the model spread over them."""
         self.model, self.loss, self.settings = prepare_model(model), loss, settings
+        self._ranks, self._score = ranks, score or scoring_of(model, ranks)
         self._should_stop = should_stop  # asked before each pack, until the weights change
         self._changed = False
         self.optimizer = build_optimizer(model, settings.optimizer)
@@ -136,7 +144,7 @@ class Stepper:
         `should_stop` said so; nothing has changed.
         """
         begin = time.perf_counter()
-        placed = placed_packs(rows, self.settings.tokens_per_microbatch)
+        placed = self._placed(rows, groups)
         packs = placed.packs
         packed = time.perf_counter()
         number = self.counts.step + 1
@@ -144,13 +152,13 @@ class Stepper:
         metrics |= batch_metrics(packs, version)
         self._changed = False
         if packs and self.penalty is not None:
-            packs = self.penalty.prepare(packs, self._pass)
+            packs = self.penalty.prepare(packs, lambda score: self.scored(placed, score))
             metrics["perf/reference_s"] = time.perf_counter() - packed
         if packs:
             done, optimizer_s = _Done(), 0.0
             several = self.settings.epochs * self.settings.minibatches > 1
-            updates = self._updates(with_facts(rows, placed, packs), version, groups) if several else [_Update(packs)]
-            for update in updates:
+            whole = [_Update(packs, placed.owners)]
+            for update in self._updates(with_facts(rows, placed, packs), version, groups) if several else whole:
                 totals = self._accumulate(update, version)
                 accumulated = time.perf_counter()
                 self._update(update, totals, metrics["lr"], done)
@@ -168,30 +176,45 @@ class Stepper:
 
     def _updates(self, rows: TokenRows, version: int, groups: np.ndarray | None) -> Iterator[_Update]:
         """The minibatches of a batch; asked for the next one after the update on the one before."""
-        settings, budget = self.settings, self.settings.tokens_per_microbatch
-        flat = None
+        settings, flat = self.settings, None
         if self.loss.needs_proximal:
-            whole = placed_packs(rows, budget)
-            with torch.no_grad():
-                flat = spread(whole, [self._scores(p).logprobs.cpu().numpy() for p in whole.packs], len(rows.versions))
+            whole = self._placed(rows, groups)
+            flat = spread(whole, self.scored(whole, self._logprobs), len(rows.versions))
         groups = np.arange(len(rows.weights)) if groups is None else groups
         seed = (settings.seed, self.counts.step)
         for selected in selections(rows, groups, settings.epochs, settings.minibatches, seed):
-            part = placed_packs(rows, budget, selected)
-            yield _Update(part.packs, None if flat is None else [flat[places] for places in part.places])
+            part = self._placed(rows, groups, selected)
+            proximal = None if flat is None else [flat[places] for places in part.places]
+            yield _Update(part.packs, part.owners, proximal)
+
+    def _placed(self, rows: TokenRows, groups: np.ndarray | None, select: np.ndarray | None = None) -> PlacedPacks:
+        budget = self.settings.tokens_per_microbatch
+        return placed_packs(rows, budget, select, groups=groups, num_ranks=self._ranks.size)
+
+    @torch.no_grad()
+    def scored(self, placed: PlacedPacks, score: Callable[[Pack], torch.Tensor]) -> list[np.ndarray]:
+        """What `score` gives for the targets of each pack: [N] float32. Raises: StepInterrupted."""
+
+        def under_pass(pack: Pack) -> torch.Tensor:
+            with self._pass():
+                return score(pack)
+
+        return scored(placed.owners, placed.packs, under_pass, self._ranks)
 
     def _accumulate(self, update: _Update, version: int) -> _Totals:
         packs = update.packs
         num_tokens, num_sequences = sum(p.num_targets for p in packs), sum(len(p.rows) for p in packs)
         prepared = self._prepare(update, version) if self.loss.needs_batch and len(packs) > 1 else None
         totals = _Totals()
-        for i, pack in enumerate(packs):
+        for i, counts in turns(update.owners, packs, self._ranks):
+            pack = packs[i]
             logprobs, entropies, log_norms = self._scores(pack)
             tokens = trained_tokens([pack], logprobs, version, update.proximal and update.proximal[i : i + 1])
             losses, sums = self.loss(tokens, prepared)
             weights = torch.from_numpy(pack.weights).to(logprobs.device)
             sizes = tokens.lengths[tokens.sequences]
             factors = coefficients(self.loss.aggregation, weights, sizes, num_tokens, num_sequences)
+            factors = factors if counts else torch.zeros_like(factors)
             if self.settings.entropy:
                 losses = losses - self.settings.entropy * entropies
             if self.settings.z_loss:
@@ -205,10 +228,9 @@ class Stepper:
             with torch.no_grad():
                 log_ratio = log_ratios(logprobs, tokens.behavior_logprobs)
                 ratios = ratio_sums(log_ratio, tokens.sequences, len(tokens.lengths))
-                for name, value in (sums | ratios).items():
-                    totals.add(name, value)
-                totals.add("loss", loss.detach())
-                totals.add("entropy", entropies.detach().sum())
+                facts = sums | ratios | {"loss": loss.detach(), "entropy": entropies.detach().sum()}
+                for name, value in facts.items():
+                    totals.add(name, value if counts else torch.zeros_like(value))
                 largest = log_ratio.amax()
                 before = totals.largest_log_ratio
                 totals.largest_log_ratio = largest if before is None else torch.maximum(before, largest)
@@ -216,27 +238,36 @@ class Stepper:
 
     @torch.no_grad()
     def _prepare(self, update: _Update, version: int) -> Prepared:
-        logprobs = torch.cat([self._scores(pack).logprobs for pack in update.packs])
-        return self.loss.prepare(trained_tokens(update.packs, logprobs, version, update.proximal))
+        packs = update.packs
+        if self._ranks.many:
+            parts = scored(update.owners, packs, self._logprobs, self._ranks)
+            logprobs = torch.from_numpy(np.concatenate(parts)).to(self.model.device)
+        else:
+            logprobs = torch.cat([self._logprobs(pack) for pack in packs])
+        return self.loss.prepare(trained_tokens(packs, logprobs, version, update.proximal))
+
+    def _logprobs(self, pack: Pack) -> torch.Tensor:
+        return self._scores(pack).logprobs
 
     def _scores(self, pack: Pack) -> Scores:
         with self._pass():
-            return packed_logprobs(self.model, pack, self.settings.temperature)
+            return self._score(pack, self.settings.temperature)
 
     def _pass(self) -> contextlib.AbstractContextManager[object]:
         """What a forward pass runs under. Raises: StepInterrupted."""
-        if not self._changed and self._should_stop():
+        if not self._changed and self._ranks.any(self._should_stop()):
             self.optimizer.zero_grad(set_to_none=True)
             raise StepInterrupted
         device = self.model.device.type
         return torch.autocast(device, torch.bfloat16) if self.settings.autocast else contextlib.nullcontext()
 
     def _update(self, update: _Update, totals: _Totals, lr: float, done: _Done) -> None:
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.optimizer.grad_clip)
+        norm = clipped_norm(self.model, self.settings.optimizer.grad_clip, self._ranks)
         assert totals.largest_log_ratio is not None
-        names = list(totals.sums)
-        values = torch.stack([norm.float(), totals.largest_log_ratio, *(totals.sums[n].float() for n in names)])
-        grad_norm, largest, *sums = values.double().tolist()  # the only synchronisation of the update
+        names, biggest = list(totals.sums), self._ranks.max(totals.largest_log_ratio)
+        added_up = self._ranks.sum(torch.stack([totals.sums[name].float() for name in names]).double())
+        values = torch.cat([torch.stack([norm, biggest]).double(), added_up])
+        grad_norm, largest, *sums = values.tolist()  # the only synchronisation of the update
         by_name = dict(zip(names, sums, strict=True))
         if np.isfinite(by_name["loss"]) and np.isfinite(grad_norm):
             for group in self.optimizer.param_groups:

@@ -97,7 +97,7 @@ def test_places_lead_back_to_the_rows(batch):
         assert sorted(np.concatenate(placed.places)) == [
             t for r in (1, 4, 6) for t in range(batch.starts[r], batch.starts[r + 1]) if batch.trained[t]
         ]
-        for pack, places in zip(*placed, strict=True):
+        for pack, places in zip(placed.packs, placed.places, strict=True):
             assert np.array_equal(batch.token_ids[places], pack.target_ids)
             assert np.array_equal(batch.behavior_logprobs[places], pack.behavior_logprobs)
             assert np.array_equal(batch.versions[places], pack.versions)
@@ -194,7 +194,8 @@ def test_what_is_known_of_the_whole_batch_holds_for_all_updates(make_model, batc
     stepper = Stepper(copy.deepcopy(model), PpoClip(), _settings(epochs=2, minibatches=2))
     stepper.penalty = penalty
     metrics = stepper.step(rows, 0, GROUPS)
-    (pack,) = penalty.prepare(placed_packs(rows, 10_000).packs, stepper._pass)
+    placed = placed_packs(rows, 10_000)
+    (pack,) = penalty.prepare(placed.packs, lambda score: stepper.scored(placed, score))
     changed = batch.advantages.copy()
     changed[placed_packs(rows, 10_000).places[0]] = pack.advantages
     plain = Stepper(copy.deepcopy(model), PpoClip(), _settings(epochs=2, minibatches=2))

@@ -16,21 +16,32 @@ import numpy as np
 import pyarrow as pa
 
 from astraflow.models.scoring.packing import Pack, TokenRows, pack_rows
+from astraflow.training.parallel.division import divided
 
 
 class PlacedPacks(NamedTuple):
-    """Packs, and for each the places [N] of its targets in the flat columns of the rows that it is made of."""
+    """Packs, for each the places [N] of its targets in the flat columns of the rows that it is made of, and the rank
+    that computes it."""
 
     packs: list[Pack]
     places: list[np.ndarray]
+    owners: list[int]
 
 
-def placed_packs(rows: TokenRows, tokens_per_microbatch: int, select: np.ndarray | None = None) -> PlacedPacks:
-    """As `pack_rows`, with places."""
+def placed_packs(
+    rows: TokenRows, tokens_per_microbatch: int, select: np.ndarray | None = None, *, groups: np.ndarray | None = None,
+    num_ranks: int = 1,
+) -> PlacedPacks:  # fmt: skip
+    """As `pack_rows`, with places; each rank's rows by themselves. `groups`: as of `divided`."""
     numbered = replace(rows, versions=np.arange(len(rows.versions)))
-    found = pack_rows(numbered, tokens_per_microbatch, select)
-    places = [pack.versions for pack in found]
-    return PlacedPacks([replace(p, versions=rows.versions[at]) for p, at in zip(found, places, strict=True)], places)
+    found = [
+        (rank, pack)
+        for rank, part in enumerate(divided(rows, groups, num_ranks, select))
+        for pack in pack_rows(numbered, tokens_per_microbatch, part)
+    ]
+    places = [pack.versions for _, pack in found]
+    packs = [replace(pack, versions=rows.versions[at]) for (_, pack), at in zip(found, places, strict=True)]
+    return PlacedPacks(packs, places, [rank for rank, _ in found])
 
 
 def groups_of(table: pa.Table) -> np.ndarray:
