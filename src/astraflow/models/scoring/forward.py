@@ -56,20 +56,9 @@ class PackedPolicy(nn.Module):
 
     def forward(self, pack: Pack, temperature: float) -> Scores:
         """The trained tokens of `pack` at temperature T."""
-        model = self.model
-        device = model.device
-        autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else model.dtype
-        token_ids, position_ids, cu_lengths, places = _filled(pack)
-        hidden = model.base_model(
-            input_ids=torch.from_numpy(token_ids).to(device)[None],
-            position_ids=torch.from_numpy(position_ids).to(device)[None],
-            use_cache=False,
-            pack_layout=pack_layout(cu_lengths, places, device, dtype),
-        ).last_hidden_state[0]
-        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        picked = hidden.index_select(0, torch.from_numpy(pack.target_index).to(device)).to(dtype)
-        targets = torch.from_numpy(pack.target_ids).to(device)
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        picked = target_states(self.model.base_model, pack)
+        targets = torch.from_numpy(pack.target_ids).to(picked.device)
         parts = []
         size = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
         for part, wanted in zip(torch.split(picked, size), torch.split(targets, size), strict=True):
@@ -77,6 +66,21 @@ class PackedPolicy(nn.Module):
                 HeadLogprobs.apply(part, head.weight, head.bias, wanted, temperature)  # type: ignore[no-untyped-call]
             )
         return Scores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def target_states(decoder: PreTrainedModel, pack: Pack) -> torch.Tensor:
+    """Last hidden states [N, H] of the tokens before the trained ones, in the dtype of the arithmetic."""
+    device = decoder.device
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else decoder.dtype
+    token_ids, position_ids, cu_lengths, places = _filled(pack)
+    hidden: torch.Tensor = decoder(
+        input_ids=torch.from_numpy(token_ids).to(device)[None],
+        position_ids=torch.from_numpy(position_ids).to(device)[None],
+        use_cache=False,
+        pack_layout=pack_layout(cu_lengths, places, device, dtype),
+    ).last_hidden_state[0]
+    return hidden.index_select(0, torch.from_numpy(pack.target_index).to(device)).to(dtype)
 
 
 def packed_logprobs(
