@@ -63,6 +63,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "leave_one_out": "astraflow.dataflow.operators.credit.relative:Rloo",
         "reinforce_pp": "astraflow.dataflow.operators.credit.reinforce_pp:ReinforcePp",
         "per_call": "astraflow.dataflow.operators.credit.per_call:PerCall",
+        "gae": "astraflow.dataflow.operators.credit.in_trainer:Gae",
     },
     "stages": {
         "ref_logprobs": "astraflow.stages.ref_logprobs:RefLogprobs",

@@ -165,6 +165,19 @@ class OptimizerSection(Strict):
     warmup_steps: int = Field(0, ge=0)
 
 
+class CriticSection(Strict):
+    """critic: a value model learnt beside the policy, for `algorithm.advantage = "gae"`."""
+
+    model: str = Field("", description="what it starts from, as a policy's model; empty: that of the policy")
+    lr: float = Field(1e-5, ge=0)
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
+    lam: float = Field(0.95, ge=0, le=1, description="lambda of GAE")
+    target_lam: float | None = Field(None, ge=0, le=1, description="lambda of the critic's targets; none: lam")
+    clip: float = Field(0.2, ge=0, description="most that the updates on a batch gain from moving a value; 0: no bound")
+    normalize: bool = Field(True, description="advantages of a batch have mean 0 and standard deviation 1")
+    warmup_steps: int = Field(0, ge=0, description="first steps in which the policy stays as it is")
+
+
 class LoraSection(Strict):
     """lora: small matrices are trained beside frozen weights, and only they travel."""
 
@@ -206,6 +219,7 @@ class PolicySection(Strict):
     sampling: SamplingSection = SamplingSection()
     optimizer: OptimizerSection = OptimizerSection()
     warm_start: Annotated[WarmStartSection | None, BeforeValidator(_optional)] = None
+    critic: Annotated[CriticSection | None, BeforeValidator(_optional)] = None
     lora: Annotated[LoraSection | None, BeforeValidator(_optional)] = None
     trainer: TrainerSection = TrainerSection()
     tool_parser: str = Field("auto", description="how tool calls are read from text: auto, hermes, bracket, none")

@@ -24,6 +24,8 @@ from astraflow.dataflow.machine.plan import plan_of
 from astraflow.dataflow.operators.chain import chain_of
 from astraflow.dataflow.operators.source.chain import source_chain_of
 from astraflow.errors import AstraFlowError, ConfigError, ModelError, Problem, SourceError
+from astraflow.models.lora.targets import BUILT_IN_LAYERS, matching, stored_layers
+from astraflow.models.stored import stored_shapes
 from astraflow.observe.trackers import TRACKERS
 from astraflow.stages.context import StageRun, build_stage
 from astraflow.types import SourceView, Task
@@ -138,7 +140,25 @@ def model_problems(config: RunConfig) -> list[str]:
             try:
                 model_directory(model, cache_dir(), config.run.seed)
             except ModelError as error:
-                problems.append(str(Problem(setting, error.value, error.rule, error.fix)))
+                thing = setting if error.value == model else f"{setting}: {error.thing}"
+                problems.append(str(Problem(thing, error.value, error.rule, error.fix)))
+    return problems or _lora_problems(config)
+
+
+def _lora_problems(config: RunConfig) -> list[str]:
+    """Targets that name no layer. What is a linear layer for certain is known when the model is loaded."""
+    problems = []
+    for name, policy in config.policies.items():
+        if policy.lora is None:
+            continue
+        layers: Sequence[str] = BUILT_IN_LAYERS
+        if policy.model not in BUILT_IN_MODELS:
+            layers = stored_layers(stored_shapes(Path(policy.model).expanduser()))
+        for target in policy.lora.targets:
+            try:
+                matching(target, layers)
+            except ModelError as error:
+                problems.append(str(Problem(f"policies.{name}.{error.thing}", error.value, error.rule, error.fix)))
     return problems
 
 
@@ -146,6 +166,8 @@ def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Settings that name a model, and the name."""
     for name, policy in config.policies.items():
         yield f"policies.{name}.model", policy.model
+        if policy.critic is not None and policy.critic.model:
+            yield f"policies.{name}.critic.model", policy.critic.model
         kl = policy.algorithm.kl
         if kl is not None and kl.reference not in ("", REFERENCE_STAGE):
             yield f"policies.{name}.algorithm.kl.reference", kl.reference

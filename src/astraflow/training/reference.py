@@ -59,8 +59,11 @@ class Reference:
 class KlPenalty:
     """`algorithm.kl` of one policy. `reference` None: the rows of its batches have the column `ref_logprobs`."""
 
-    def __init__(self, section: KlSection, temperature: float, reference: Reference | None = None) -> None:
-        self.section, self.reference, self._temperature = section, reference, temperature
+    def __init__(
+        self, section: KlSection, temperature: float, reference: Reference | None = None, to_go: bool = True
+    ) -> None:
+        """`to_go` False: what the packs have as advantages are rewards of tokens, which a critic makes credit of."""
+        self.section, self.reference, self._temperature, self._to_go = section, reference, temperature, to_go
 
     def prepare(self, packs: list[Pack], scored: ScoreAll) -> list[Pack]:
         """The packs of a batch with `ref_logprobs`; with the penalty in the reward their advantages hold it.
@@ -78,11 +81,14 @@ class KlPenalty:
         packs = [replace(p, ref_logprobs=_checked(own)) for p, own in zip(packs, values, strict=True)]
         if self.section.place == "loss" or not packs:
             return packs
-        to_go = [kl_to_go(self._sampled_kl(pack), pack.target_sequence) for pack in packs]
-        mean = np.concatenate(to_go).mean()
+        penalties = [self._sampled_kl(pack) for pack in packs]
+        if self._to_go:
+            penalties = [kl_to_go(own, pack.target_sequence) for own, pack in zip(penalties, packs, strict=True)]
+            mean = np.concatenate(penalties).mean()
+            penalties = [own - mean for own in penalties]
         return [
-            replace(pack, advantages=(pack.advantages - self.section.coef * (own - mean)).astype(np.float32))
-            for pack, own in zip(packs, to_go, strict=True)
+            replace(pack, advantages=(pack.advantages - self.section.coef * own).astype(np.float32))
+            for pack, own in zip(packs, penalties, strict=True)
         ]
 
     def __call__(self, logprobs: torch.Tensor, pack: Pack) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -13,22 +13,25 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from astraflow.algorithms.aggregate import coefficients
-from astraflow.algorithms.importance import effective_share, log_ratios, ratio_sums
+from astraflow.algorithms.importance import log_ratios, ratio_sums
 from astraflow.algorithms.losses.contract import PolicyLoss, Prepared, TrainedTokens
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import TrainingError
 from astraflow.models.scoring.forward import Scores, prepare_model
 from astraflow.models.scoring.packing import Pack, TokenRows
+from astraflow.training.credit.chains import Chains, with_rewards
+from astraflow.training.credit.critic import Critic, Judged
 from astraflow.training.feed.session import Interrupted
 from astraflow.training.optimize.minibatches import PlacedPacks, placed_packs, selections, spread, with_facts
 from astraflow.training.optimize.optimizers import build_optimizer, learning_rate
+from astraflow.training.optimize.tally import Done, Totals, batch_metrics
 from astraflow.training.parallel.division import scored, turns
 from astraflow.training.parallel.ranks import ALONE, Ranks
 from astraflow.training.parallel.scoring import Scoring, clipped_norm, scoring_of
@@ -70,49 +73,8 @@ class StepCounts:
 class _Update:
     """What one update of the weights is made from."""
 
-    packs: list[Pack]
-    owners: list[int]  # rank of each pack
+    placed: PlacedPacks
     proximal: list[np.ndarray] | None = None  # [N] of each pack: logprobs before the first update; None: this is it
-
-
-@dataclass
-class _Totals:
-    """Sums over the trained tokens of an update, kept as tensors: one synchronisation per update."""
-
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    largest_log_ratio: torch.Tensor | None = None
-
-    def add(self, name: str, value: torch.Tensor) -> None:
-        self.sums[name] = self.sums[name] + value if name in self.sums else value
-
-
-@dataclass
-class _Done:
-    """The updates of a step so far."""
-
-    updates: int = 0
-    tokens: int = 0
-    sequences: int = 0
-    grad_norm: float = 0.0  # sum
-    largest_log_ratio: float = -np.inf
-    sums: dict[str, float] = field(default_factory=dict)
-
-    def metrics(self) -> dict[str, float]:
-        sums = dict(self.sums)
-        ratio, squares = sums.pop("ratio"), sums.pop("ratio_squares")
-        whole, whole_squares = sums.pop("sequence_ratio"), sums.pop("sequence_ratio_squares")
-        return {
-            "updates": float(self.updates),
-            "loss": sums.pop("loss") / self.updates,
-            "grad_norm": self.grad_norm / self.updates,
-            "policy/entropy": sums.pop("entropy") / self.tokens,
-            "policy/approx_kl": sums.pop("approx_kl") / self.tokens,
-            "policy/ratio_mean": ratio / self.tokens,
-            "policy/ratio_max": float(np.exp(self.largest_log_ratio)),
-            "policy/ess": effective_share(ratio, squares, self.tokens),
-            "policy/ess_sequences": effective_share(whole, whole_squares, self.sequences),
-            **{name: value / self.tokens for name, value in sums.items()},
-        }
 
 
 class Stepper:
@@ -135,44 +97,73 @@ class Stepper:
         self.optimizer = build_optimizer(model, settings.optimizer)
         self.counts = StepCounts()
         self.penalty: KlPenalty | None = None
+        self.critic: Critic | None = None
 
-    def step(self, rows: TokenRows, version: int, groups: np.ndarray | None = None) -> dict[str, float]:
+    def step(
+        self, rows: TokenRows, version: int, groups: np.ndarray | None = None, chains: Chains | None = None
+    ) -> dict[str, float]:
         """Train on `rows` with weights of `version`; returns metrics by slash name, means over all updates.
 
-        Args: groups: [R] which rows stay in one minibatch, by number; None: each is on its own.
+        Args: groups: [R] which rows stay in one minibatch, by number; None: each is on its own. chains: what a critic
+        judges; its advantages are then rewards of calls.
         Raises: TrainingError: a malformed batch, or the third non-finite gradient in a row. StepInterrupted:
         `should_stop` said so; nothing has changed.
         """
         begin = time.perf_counter()
+        if chains is not None:
+            rows = with_rewards(rows, chains)
         placed = self._placed(rows, groups)
-        packs = placed.packs
         packed = time.perf_counter()
         number = self.counts.step + 1
         metrics = {"lr": learning_rate(self.settings.optimizer, number, self.settings.total_steps)}
-        metrics |= batch_metrics(packs, version)
+        if self.critic is not None and self.critic.warming_up(number):
+            metrics["lr"] = 0.0
+        metrics |= batch_metrics(placed.packs, version)
         self._changed = False
-        if packs and self.penalty is not None:
-            packs = self.penalty.prepare(packs, lambda score: self.scored(placed, score))
-            metrics["perf/reference_s"] = time.perf_counter() - packed
-        if packs:
-            done, optimizer_s = _Done(), 0.0
+        if placed.packs:
+            rows, placed, judged = self._known(rows, placed, chains, metrics)
+            done, optimizer_s, critic_s, known = Done(), 0.0, 0.0, time.perf_counter()
             several = self.settings.epochs * self.settings.minibatches > 1
-            whole = [_Update(packs, placed.owners)]
-            for update in self._updates(with_facts(rows, placed, packs), version, groups) if several else whole:
+            for update in self._updates(rows, version, groups) if several else [_Update(placed)]:
                 totals = self._accumulate(update, version)
                 accumulated = time.perf_counter()
                 self._update(update, totals, metrics["lr"], done)
-                optimizer_s += time.perf_counter() - accumulated
+                applied = time.perf_counter()
+                optimizer_s += applied - accumulated
+                if judged is not None and self.critic is not None:
+                    self._changed = True
+                    done.critic.append(self.critic.update(update.placed, judged, number, self._pass, self._ranks))
+                    critic_s += time.perf_counter() - applied
             metrics |= done.metrics()
-            trained = time.perf_counter() - packed
             metrics["perf/optimizer_s"] = optimizer_s
-            metrics["perf/forward_backward_s"] = trained - optimizer_s - metrics.get("perf/reference_s", 0.0)
+            metrics["perf/forward_backward_s"] = time.perf_counter() - known - optimizer_s - critic_s
+            if judged is not None:
+                metrics["perf/critic_s"] += critic_s
         self.counts.step = number
         metrics["skipped_steps"] = float(self.counts.skipped)
         metrics["perf/pack_s"] = packed - begin
         metrics["perf/step_s"] = time.perf_counter() - begin
         metrics["perf/tokens_per_s"] = metrics["input_tokens"] / metrics["perf/step_s"]
         return metrics
+
+    def _known(
+        self, rows: TokenRows, placed: PlacedPacks, chains: Chains | None, metrics: dict[str, float]
+    ) -> tuple[TokenRows, PlacedPacks, Judged | None]:
+        """The batch with what is known of it before the first update: reference logprobs, advantages, values."""
+        begin, judged = time.perf_counter(), None
+        if self.penalty is not None:
+            packs = self.penalty.prepare(placed.packs, lambda score: self.scored(placed, score))
+            placed, rows = placed._replace(packs=packs), with_facts(rows, placed, packs)
+            metrics["perf/reference_s"] = time.perf_counter() - begin
+        if self.critic is not None and chains is not None:
+            begin = time.perf_counter()
+            rows, judged, said = self.critic.judge(rows, chains, placed, lambda score: self.scored(placed, score))
+            placed = placed._replace(packs=[
+                replace(pack, advantages=rows.advantages[places])
+                for pack, places in zip(placed.packs, placed.places, strict=True)
+            ])  # fmt: skip
+            metrics |= said | {"perf/critic_s": time.perf_counter() - begin}
+        return rows, placed, judged
 
     def _updates(self, rows: TokenRows, version: int, groups: np.ndarray | None) -> Iterator[_Update]:
         """The minibatches of a batch; asked for the next one after the update on the one before."""
@@ -185,7 +176,7 @@ class Stepper:
         for selected in selections(rows, groups, settings.epochs, settings.minibatches, seed):
             part = self._placed(rows, groups, selected)
             proximal = None if flat is None else [flat[places] for places in part.places]
-            yield _Update(part.packs, part.owners, proximal)
+            yield _Update(part, proximal)
 
     def _placed(self, rows: TokenRows, groups: np.ndarray | None, select: np.ndarray | None = None) -> PlacedPacks:
         budget = self.settings.tokens_per_microbatch
@@ -201,12 +192,12 @@ class Stepper:
 
         return scored(placed.owners, placed.packs, under_pass, self._ranks)
 
-    def _accumulate(self, update: _Update, version: int) -> _Totals:
-        packs = update.packs
+    def _accumulate(self, update: _Update, version: int) -> Totals:
+        packs = update.placed.packs
         num_tokens, num_sequences = sum(p.num_targets for p in packs), sum(len(p.rows) for p in packs)
         prepared = self._prepare(update, version) if self.loss.needs_batch and len(packs) > 1 else None
-        totals = _Totals()
-        for i, counts in turns(update.owners, packs, self._ranks):
+        totals = Totals()
+        for i, counts in turns(update.placed.owners, packs, self._ranks):
             pack = packs[i]
             logprobs, entropies, log_norms = self._scores(pack)
             tokens = trained_tokens([pack], logprobs, version, update.proximal and update.proximal[i : i + 1])
@@ -238,9 +229,9 @@ class Stepper:
 
     @torch.no_grad()
     def _prepare(self, update: _Update, version: int) -> Prepared:
-        packs = update.packs
+        packs = update.placed.packs
         if self._ranks.many:
-            parts = scored(update.owners, packs, self._logprobs, self._ranks)
+            parts = scored(update.placed.owners, packs, self._logprobs, self._ranks)
             logprobs = torch.from_numpy(np.concatenate(parts)).to(self.model.device)
         else:
             logprobs = torch.cat([self._logprobs(pack) for pack in packs])
@@ -261,7 +252,7 @@ class Stepper:
         device = self.model.device.type
         return torch.autocast(device, torch.bfloat16) if self.settings.autocast else contextlib.nullcontext()
 
-    def _update(self, update: _Update, totals: _Totals, lr: float, done: _Done) -> None:
+    def _update(self, update: _Update, totals: Totals, lr: float, done: Done) -> None:
         norm = clipped_norm(self.model, self.settings.optimizer.grad_clip, self._ranks)
         assert totals.largest_log_ratio is not None
         names, biggest = list(totals.sums), self._ranks.max(totals.largest_log_ratio)
@@ -279,8 +270,8 @@ class Stepper:
             self._skip(by_name["loss"], grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         done.updates += 1
-        done.tokens += sum(p.num_targets for p in update.packs)
-        done.sequences += sum(len(p.rows) for p in update.packs)
+        done.tokens += sum(p.num_targets for p in update.placed.packs)
+        done.sequences += sum(len(p.rows) for p in update.placed.packs)
         done.grad_norm += grad_norm
         done.largest_log_ratio = max(done.largest_log_ratio, largest)
         done.sums = {name: done.sums.get(name, 0.0) + value for name, value in by_name.items()}
@@ -315,21 +306,3 @@ def trained_tokens(
         column([(version - p.versions).astype(np.float32) for p in packs]),
     )
     return tokens if proximal is None else replace(tokens, proximal_logprobs=column(proximal))
-
-
-def batch_metrics(packs: list[Pack], version: int) -> dict[str, float]:
-    """Sizes of a batch and its staleness: `version` minus the oldest version among a trajectory's sampled tokens."""
-    oldest = [np.minimum.reduceat(p.versions, np.unique(p.target_sequence, return_index=True)[1]) for p in packs]
-    staleness = version - np.concatenate(oldest) if packs else np.zeros(0)
-    tokens = sum(p.num_targets for p in packs)
-    fresh = sum(int((p.versions == version).sum()) for p in packs)
-    return {
-        "tokens": float(tokens),
-        "input_tokens": float(sum(p.num_tokens for p in packs)),
-        "computed_tokens": float(sum(p.num_computed for p in packs)),
-        "sequences": float(len(staleness)),
-        "microbatches": float(len(packs)),
-        "staleness/mean": float(staleness.mean()) if packs else 0.0,
-        "staleness/max": float(staleness.max()) if packs else 0.0,
-        "staleness/fresh_tokens": fresh / tokens if tokens else 1.0,
-    }

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from astraflow.config.schema import PolicySection, RunConfig
 
+GAE = "gae"
+"""The estimator whose advantages the trainer makes with a critic."""
+
 
 def training_problems(config: RunConfig) -> list[str]:
     """Everything that is wrong with how policies are trained, one sentence each."""
     problems: list[str] = []
     for name, policy in config.policies.items():
-        problems += _update_problems(f"policies.{name}", policy)
+        where = f"policies.{name}"
+        problems += [*_update_problems(where, policy), *_critic_problems(where, policy)]
     return problems
 
 
@@ -24,5 +28,25 @@ def _update_problems(where: str, policy: PolicySection) -> list[str]:
         problems.append(
             f"{where}.algorithm.anchor='proximal' takes away the weight of {where}.algorithm.loss='decoupled_ppo', "
             "which has a proximal policy of its own; leave it out"
+        )
+    return problems
+
+
+def _critic_problems(where: str, policy: PolicySection) -> list[str]:
+    problems, advantage = [], policy.algorithm.advantage.type
+    if advantage == GAE and policy.critic is None:
+        problems.append(
+            f"{where}.algorithm.advantage={advantage!r} needs a critic; add {where}.critic with its lr, or compare "
+            "siblings: advantage = 'grpo'"
+        )
+    if policy.critic is not None and advantage != GAE:
+        problems.append(
+            f"{where}.critic has no effect with {where}.algorithm.advantage={advantage!r}, which makes advantages "
+            f"without one; use advantage = {GAE!r}, or leave the critic out"
+        )
+    if policy.critic is not None and policy.algorithm.mask_truncated:
+        problems.append(
+            f"{where}.algorithm.mask_truncated=true cannot be with {where}.critic, which needs the whole of an episode "
+            "to say what a token is worth; use the operators overlong_penalty or length_filter"
         )
     return problems
