@@ -151,12 +151,11 @@ def _lora_problems(config: RunConfig) -> list[str]:
     for name, policy in config.policies.items():
         if policy.lora is None:
             continue
-        layers: Sequence[str] = BUILT_IN_LAYERS
-        if policy.model not in BUILT_IN_MODELS:
-            layers = stored_layers(stored_shapes(Path(policy.model).expanduser()))
+        built_in = policy.model in BUILT_IN_MODELS  # it need not be on this machine: only the last parts are known
+        layers = () if built_in else stored_layers(stored_shapes(Path(policy.model).expanduser()))
         for target in policy.lora.targets:
             try:
-                matching(target, layers)
+                matching(target.rpartition(".")[2] if built_in else target, BUILT_IN_LAYERS if built_in else layers)
             except ModelError as error:
                 problems.append(str(Problem(f"policies.{name}.{error.thing}", error.value, error.rule, error.fix)))
     return problems

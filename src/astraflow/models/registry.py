@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from astraflow.errors import ModelError
 from astraflow.models.smollm2 import find_gguf, write_smollm2
+from astraflow.models.stored import check_model_files
 from astraflow.models.tiny_char import write_tiny_char
 
 BUILT_IN = ("tiny-char", "smollm2-135m-instruct")
@@ -23,7 +24,8 @@ def model_directory(name: str, cache: Path, seed: int) -> Path:
     """The Hugging Face directory of `name`. `seed` starts a model that has no pretrained weights.
 
     Safe from many processes at once: one makes the directory, the others wait for it, and it appears whole.
-    Raises: ModelError: not a built-in name and not a complete directory; or a built-in's package is not installed.
+    Raises: ModelError: not a built-in name and not a complete directory whose parts fit; or a built-in's package is not
+    installed.
     """
     if name == "tiny-char":
         return _cached(cache / f"tiny-char-{_FORMAT}-seed{seed}", lambda into: write_tiny_char(into, seed))
@@ -70,14 +72,19 @@ def _checked(name: str) -> Path:
     hint = (f"did you mean '{near[0]}'? " if near else "") + (
         f"give a Hugging Face directory or one of: {', '.join(BUILT_IN)}"
     )
-    if not directory.is_dir():
-        raise ModelError("model", name, "is neither a directory nor a built-in name", hint)
-    if not (directory / "config.json").is_file():
+    try:
+        there = set(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ModelError("model", name, "is neither a directory nor a built-in name", hint) from None
+    except OSError as error:
+        raise ModelError("model", name, f"cannot be read ({error.strerror})", "let this user read it") from error
+    if "config.json" not in there:
         raise ModelError("model", name, "holds no config.json", hint)
-    if not any(directory.glob("*.safetensors")):
+    if not any(file.endswith(".safetensors") for file in there):
         raise ModelError("model", name, "holds no weights (*.safetensors)", f"save the model as safetensors, or {hint}")
-    if not (directory / "tokenizer.json").is_file():
+    if "tokenizer.json" not in there:
         raise ModelError(
             "model", name, "holds no tokenizer.json", f"save its fast tokenizer beside the weights, or {hint}"
         )
+    check_model_files(directory)
     return directory

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from astraflow.config.schema import RunConfig
 from astraflow.errors import AstraFlowError, ConfigError, DataflowError, SourceError
 from astraflow.launch import checks
 from astraflow.launch.checks import BUILT_IN_MODELS, check_play, check_start, missing_packages, model_problems
+from astraflow.models.lora.targets import BUILT_IN_LAYERS, stored_layers
+from astraflow.models.stored import stored_shapes
 
 
 def config(**changes: object) -> RunConfig:
@@ -100,6 +104,43 @@ def test_the_package_of_an_object_store_is_needed_too(monkeypatch: pytest.Monkey
 def test_a_model_that_does_not_exist_is_named_with_its_policy(tmp_path: Path) -> None:
     (problem,) = model_problems(config(policies={"actor": {"model": str(tmp_path / "none")}}))
     assert problem.startswith("policies.actor.model=") and "give a Hugging Face directory" in problem
+
+
+@pytest.fixture(scope="module")
+def own_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from astraflow.models.tiny_char import write_tiny_char
+
+    directory = tmp_path_factory.mktemp("model") / "own"
+    write_tiny_char(directory, 0)
+    return directory
+
+
+def test_weights_that_were_cut_off_are_found_before_the_run_starts(own_model: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(own_model, tmp_path / "broken")
+    os.truncate(broken / "model.safetensors", 1000)
+    (problem,) = model_problems(config(policies={"actor": {"model": str(broken)}}))
+    assert problem.startswith("policies.actor.model: model file=") and "has 1000 of" in problem
+
+
+@pytest.mark.parametrize("model", ["tiny-char", "own"])
+def test_lora_targets_that_match_nothing_are_found_before_the_run_starts(model: str, own_model: Path) -> None:
+    name = str(own_model) if model == "own" else model
+    good = {"targets": ["q_proj", "down_proj", "layers.1.mlp.up_proj", "all-linear"]}
+    assert not model_problems(config(policies={"actor": {"model": name, "lora": good}}))
+    lora = {"targets": ["q_proj", "q_prj", "embed_tokens", "lm_head", "q.*"]}
+    problems = model_problems(config(policies={"actor": {"model": name, "lora": lora}}))
+    assert len(problems) == 4 and "policies.actor.lora.targets=q_prj is no linear layer" in problems[0]
+    assert "did you mean 'q_proj'?" in problems[0] and "give names, no patterns" in problems[3]
+
+
+def test_layers_of_the_built_in_models_are_those_of_the_loaded_one(own_model: Path) -> None:
+    import torch
+
+    from astraflow.models.load import load_model
+
+    linears = {n for n, m in load_model(own_model).named_modules() if isinstance(m, torch.nn.Linear)}
+    assert {name.rpartition(".")[2] for name in linears} - {"lm_head"} == set(BUILT_IN_LAYERS)
+    assert set(stored_layers(stored_shapes(own_model))) == linears - {"lm_head"}
 
 
 def test_missing_packages_are_an_error_only_where_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:

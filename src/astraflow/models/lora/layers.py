@@ -5,8 +5,7 @@ Source: Hu et al. 2021, arXiv:2106.09685. Why not peft's layers: docs/decisions/
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -19,9 +18,8 @@ from astraflow.models.linear import FastLinear
 from astraflow.models.load import state_tensors
 from astraflow.models.lora.adapter import PREFIX
 from astraflow.models.lora.merge import merge_pair
+from astraflow.models.lora.targets import matching
 
-ALL_LINEAR = "all-linear"
-_PATTERN = frozenset("*+?|^$()[]\\")
 _PAIR = ("lora_A", "lora_B")
 
 
@@ -46,7 +44,7 @@ def add_lora(model: PreTrainedModel, section: LoraSection) -> list[str]:
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
-    chosen = {name for target in section.targets for name in _matching(target, linears)}
+    chosen = {name for target in section.targets for name in matching(target, linears)}
     _check_rank(section.rank, {name: linears[name] for name in chosen})
     model.requires_grad_(False)
     for name in linears:  # in the order of the model, so that a seed gives the same numbers whatever the order asked
@@ -103,22 +101,6 @@ def _check_rank(rank: int, layers: Mapping[str, nn.Linear]) -> None:
             "lora.rank", rank, f"is beyond the smaller dimension of {name} ({most})",
             f"use at most {most}, or leave that layer out of lora.targets",
         )  # fmt: skip
-
-
-def _matching(target: str, linears: Mapping[str, nn.Linear]) -> Sequence[str]:
-    if target == ALL_LINEAR and linears:
-        return list(linears)
-    found = [name for name in linears if name == target or name.endswith(f".{target}")]
-    if not found:
-        known = sorted({name.rpartition(".")[2] for name in linears})
-        near = difflib.get_close_matches(target, known, n=1)
-        hint = "give names, no patterns; " if _PATTERN & set(target) else ""
-        hint += f"did you mean '{near[0]}'? known: " if near else "known: "
-        raise ModelError(
-            "lora.targets", target, "is no linear layer of this model (its output layer is left out)",
-            f"{hint}{', '.join(known) or 'none'}, or {ALL_LINEAR}",
-        )  # fmt: skip
-    return found
 
 
 def _add(layer: nn.Linear, section: LoraSection) -> None:

@@ -25,7 +25,7 @@ def model(make_model: Callable[[str], PreTrainedModel], family: str) -> PreTrain
 
 @pytest.fixture
 def directory(model: PreTrainedModel, tmp_path: Path) -> Path:
-    """`model` on disk, with a tokenizer of as many ids."""
+    """`model` on disk, with a tokenizer."""
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"

@@ -1,0 +1,130 @@
+"""What a model directory says of itself without being loaded: shapes of its weights, and whether its parts fit.
+
+Reads a few headers; loads neither torch nor transformers, so that `astraflow validate` can ask.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from astraflow.errors import ModelError
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_LENGTH_BYTES = 8  # of the little-endian length before the header; https://github.com/huggingface/safetensors#format
+
+
+class _Tensor(msgspec.Struct):
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def check_model_files(directory: Path) -> None:
+    """Raises: ModelError: config, weights or tokenizer cannot be read, are cut off, or do not fit each other."""
+    config = _object(directory / "config.json")
+    shapes = stored_shapes(directory)
+    rows = _vocabulary(config)
+    highest = _highest_token(directory / "tokenizer.json")
+    if rows is not None and highest >= rows:
+        raise ModelError(
+            "tokenizer.json", str(directory), f"has tokens up to {highest}, but the model only has {rows} (config.json "
+            "vocab_size)", "put the model's own tokenizer beside it, or resize its embeddings and save it again",
+        )  # fmt: skip
+    name = next((n for n in shapes if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+    if rows is not None and name is not None and shapes[name][0] < rows:
+        raise ModelError(
+            "config.json vocab_size", rows, f"is more than the {shapes[name][0]} rows of {name} in {directory}",
+            "put the config of these weights beside them",
+        )  # fmt: skip
+
+
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights that transformers would load, by name.
+
+    Raises: ModelError: there are none, or a file is missing, cut off or no safetensors.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in _weight_files(directory):
+        shapes.update(_shapes_of(path))
+    return shapes
+
+
+def difference(one: Shapes, other: Shapes) -> str | None:
+    """In what two models differ, as "<name> is <shape>, not <shape>"; None: in nothing. Output layers that only one has
+    may be tied."""
+    for name in sorted(one.keys() | other.keys()):
+        here, there = one.get(name), other.get(name)
+        if here != there and not (None in (here, there) and name.endswith("lm_head.weight")):
+            return f"{name} is {here or 'missing'}, not {there or 'missing'}"
+    return None
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (whole := directory / _WHOLE).is_file():
+        return [whole]
+    if not (index := directory / _INDEX).is_file():
+        raise ModelError(
+            "model", str(directory), f"holds neither {_WHOLE} nor {_INDEX}",
+            "save the model with save_pretrained, which names them so",
+        )  # fmt: skip
+    weight_map = _object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError("model file", str(index), "has no weight_map", "copy the model directory again")
+    return [directory / str(name) for name in sorted(set(weight_map.values()))]
+
+
+def _shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES + length:
+                raise _cut(path, size, _LENGTH_BYTES + length)
+            header = msgspec.json.decode(file.read(length), type=dict[str, dict[str, Any]])
+        header.pop("__metadata__", None)
+        tensors = msgspec.convert(header, dict[str, _Tensor])
+    except OSError as error:
+        raise ModelError("model file", str(path), f"cannot be read ({error.strerror})", "copy it again") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError("model file", str(path), f"is no safetensors file ({error})", "copy it again") from error
+    needed = _LENGTH_BYTES + length + max((t.data_offsets[1] for t in tensors.values()), default=0)
+    if size < needed:
+        raise _cut(path, size, needed)
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _cut(path: Path, size: int, needed: int) -> ModelError:
+    return ModelError("model file", str(path), f"has {size} of {needed} bytes", "copy it again")
+
+
+def _vocabulary(config: Mapping[str, Any]) -> int | None:
+    nested = config.get("text_config")
+    size = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
+    return size if isinstance(size, int) else None
+
+
+def _highest_token(path: Path) -> int:
+    content = _object(path)
+    model = content.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary or ()) - 1]
+    ids += [added.get("id") for added in content.get("added_tokens") or [] if isinstance(added, dict)]
+    return max((i for i in ids if isinstance(i, int)), default=-1)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError("model file", str(path), f"cannot be read ({error.strerror})", "copy it again") from error
+    except ValueError as error:
+        raise ModelError("model file", str(path), f"is not JSON ({error})", "copy it again") from error
+    if not isinstance(content, dict):
+        raise ModelError("model file", str(path), "holds no JSON object", "copy it again")
+    return content
