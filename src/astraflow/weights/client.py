@@ -8,6 +8,7 @@ that keeps failing is left for the next; only when all failed is there an error,
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
@@ -25,7 +26,8 @@ from astraflow.errors import ProtocolMismatch, Unauthorized, Unreachable, Weight
 from astraflow.types import WeightVersion
 from astraflow.weights.fetch.choose import PROBE_S, Chooser
 from astraflow.weights.fetch.copy import add_tensors, copy_version
-from astraflow.weights.fetch.http import HttpReader, SlowStore
+from astraflow.weights.fetch.http import HttpReader
+from astraflow.weights.fetch.pace import FAILING_S, Pace, SlowStore
 from astraflow.weights.fetch.route import Counts, Held, Reader, bring, retry, verified
 from astraflow.weights.fetch.spool import LEFT_S, sweep
 from astraflow.weights.manifest import Manifest
@@ -41,6 +43,7 @@ R = TypeVar("R")
 _Failures = list[tuple[str, BaseException]]
 _plain = re.compile(r"[!-~]+").fullmatch  # what can be sent in the head of a request
 logger = logging.getLogger(__name__)
+_MAX_HEALTH_BYTES = 1 << 20
 ANNOUNCED_WAIT_S = 30.0
 """For a version that was announced: its trainer may still be encoding it."""
 
@@ -111,9 +114,9 @@ class WeightClient:
         self._count("fetches")
         return fetched
 
-    def copy(self, wanted: WeightVersion, store: FileStore, *, compare: bool = False) -> str:
+    def copy(self, wanted: WeightVersion, store: FileStore, on_compared: Callable[[], None] | None = None) -> str:
         """Make `wanted` visible in `store` too, as it travels, from the first of its stores that has it; its URL.
-        `compare`: see `copy_version`.
+        `on_compared`: see `copy_version`; then only stores that were announced count.
 
         Raises: Unauthorized, WeightError: no store had it.
         """
@@ -121,10 +124,14 @@ class WeightClient:
         def attempt(url: str, leave: bool) -> str | None:
             if urlsplit(url).scheme == "file" and not is_object_store(url):
                 return None  # a relay serves those who cannot see the trainer's disk
+            if on_compared is not None and url not in wanted.urls:
+                raise WeightError(
+                    "store", masked_url(url), "may be of the trainer before", "wait until it is announced"
+                )
             reader = self._reader(url, wanted, leave)
             if reader is None:
                 return None
-            copy_version(reader, store, wanted.version, self._wait_s, compare=compare)
+            copy_version(reader, store, wanted.version, self._wait_s, on_compared)
             return url
 
         good, bad = _sorted_out(wanted.urls)
@@ -149,21 +156,22 @@ class WeightClient:
     ) -> R:
         """What `attempt(url, leave)` gives for the first store where it works; None: not from here. `leave`: others
         were not tried yet, so the store may be left because it is slow; when all failed it is asked once more."""
-        waiting, slow = deque(self._candidates(wanted.policy, urls)), set[str]()
-        while waiting:
+        waiting, slow, since = deque(self._candidates(wanted.policy, urls)), set[str](), math.inf
+        silent = {url for url in waiting if self._chooser.is_broken(url)}  # the last of them
+        while waiting and time.monotonic() - since < FAILING_S:
             url = waiting.popleft()
             try:
                 found = attempt(url, bool(waiting) and url not in slow)
-            except SlowStore as error:
-                self._note_failure(wanted.policy, url)
-                _log_left(wanted, url, error)
-                slow.add(url)
-                waiting.append(url)
-                continue
             except (WeightError, WireError, OSError, MemoryError) as error:  # of this store, or of its bytes here
+                since = min(since, time.monotonic())
                 self._note_failure(wanted.policy, url)
                 _log_left(wanted, url, error)
-                failures.append((url, error))
+                if isinstance(error, SlowStore):
+                    slow.add(url)
+                    at = next((at for at, other in enumerate(waiting) if other in silent), len(waiting))
+                    waiting.insert(at, url)
+                else:
+                    failures.append((url, error))
                 continue
             if found is not None:
                 self._note_success(wanted.policy, url)
@@ -171,6 +179,7 @@ class WeightClient:
                     sweep(self._spool, LEFT_S)
                 return found
             failures.append((url, _elsewhere(url)))
+        failures += [(url, _not_asked(url)) for url in waiting]
         for _, failure in failures:
             if isinstance(failure, Unauthorized | ProtocolMismatch):
                 raise failure
@@ -222,9 +231,11 @@ class WeightClient:
                 if not self._objects(base_url, base_url.partition("?")[0].rpartition("/")[2]).is_meant():
                     raise ConnectionError(f"{base_url} is another store")
                 return time.monotonic() - begin
-            asking = HttpClient(base_url, self._token, timeout_s=min(self._timeout_s, PROBE_S), give_up_s=0.0)
+            limit_s = min(self._timeout_s, PROBE_S)
+            asking = HttpClient(base_url, self._token, timeout_s=limit_s, give_up_s=0.0)
+            pace = Pace("answer", limit_s, leave=True, most=_MAX_HEALTH_BYTES)
             try:
-                asking.get_bytes("GET", "/health")
+                asking.get_bytes("GET", "/health", on_bytes=pace.came)
             finally:
                 asking.close()
         except Unreachable as error:  # any other answer is one
@@ -312,6 +323,11 @@ def _sorted_out(urls: Iterable[str]) -> tuple[list[str], _Failures]:
 
 def _log_left(wanted: WeightVersion, url: str, error: BaseException) -> None:
     logger.warning("weights of %s %d: %s failed: %s", wanted.policy, wanted.version, masked_url(url), error)
+
+
+def _not_asked(url: str) -> WeightError:
+    rule = f"was not asked (any more), as stores had failed for {FAILING_S:g} s"
+    return WeightError("store", masked_url(url), rule, "check the connection")
 
 
 def _elsewhere(url: str) -> WeightError:

@@ -13,7 +13,9 @@ import logging
 import threading
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,6 +25,7 @@ from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import AstraFlowError, LaunchError, WeightError
 from astraflow.types import WeightVersion
 from astraflow.weights.client import ANNOUNCED_WAIT_S, WeightClient
+from astraflow.weights.manifest import is_policy_name
 from astraflow.weights.plan import full_is_due
 from astraflow.weights.server import start_server
 from astraflow.weights.store import FileStore, since_full
@@ -43,12 +46,18 @@ class RelayOptions:
     url: str = ""  # by which nodes reach the server; empty: as it listens
 
 
+class _Told(NamedTuple):
+    newest: WeightVersion
+    trainer: str  # who announced it; another one may have taken its steps again
+
+
 class Follower:
     """Copies the newest version of one policy, again and again, in a thread of its own."""
 
     def __init__(self, store: FileStore, client: WeightClient, stop: threading.Event) -> None:
         self.store, self._client, self._stop = store, client, stop
-        self._wanted = WeightVersion(store.policy, -1)
+        self._told = _Told(WeightVersion(store.policy, -1), "")
+        self._sure_of: str | None = None  # whose versions `store` has
         self._news = threading.Event()
         self.num_failures = 0
         self._failure: BaseException | None = None
@@ -60,10 +69,16 @@ class Follower:
         """The newest that can be fetched here; -1: none."""
         return max(self.store.versions(), default=-1)
 
-    def announce(self, newest: WeightVersion) -> None:
-        """There is this version."""
-        if newest != self._wanted:
-            self._wanted = newest
+    @property
+    def trainer(self) -> str | None:
+        """Whose versions these are; "": not known yet; None: there are none."""
+        return (self._sure_of or "") if self.store.versions() else None
+
+    def announce(self, newest: WeightVersion, trainer: str) -> None:
+        """There is this version, and `trainer` (`RelayReply.trainers`) made it."""
+        told = _Told(newest, trainer)
+        if told != self._told:
+            self._told = told
             self._news.set()
 
     def join(self, seconds: float) -> None:
@@ -84,19 +99,18 @@ class Follower:
             self._failure = error
 
     def _follow(self) -> None:
-        pause_s, done = _PAUSE_S, WeightVersion(self.store.policy, -1)
+        pause_s, done = _PAUSE_S, -1
         while not self._stop.is_set():
-            wanted = self._wanted
-            # At another address, or with fewer versions, the trainer may have taken its steps again.
-            unsure = wanted.urls != done.urls or wanted.version < done.version
-            if wanted.version < 0 or (wanted.version <= self.version and not unsure):
+            newest, trainer = self._told
+            unsure = trainer != self._sure_of or newest.version < done
+            if newest.version < 0 or (newest.version <= self.version and not unsure):
                 self._news.wait(1.0)
                 self._news.clear()
                 continue
             try:
-                url = self._client.copy(wanted, self.store, compare=unsure)
-                done = wanted
-                self._complete(wanted, url)
+                url = self._client.copy(newest, self.store, partial(self._is_sure, trainer) if unsure else None)
+                done = newest.version
+                self._complete(newest, url)
             except (AstraFlowError, OSError) as error:
                 self.num_failures += 1
                 log.warning("%s", error)
@@ -104,6 +118,9 @@ class Follower:
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
             else:
                 pause_s = _PAUSE_S
+
+    def _is_sure(self, trainer: str) -> None:
+        self._sure_of = trainer
 
     def _complete(self, wanted: WeightVersion, url: str) -> None:
         """Now and then all tensors, after the changes are there for the nodes: else the chain here would never end."""
@@ -135,21 +152,30 @@ def run_relay(dataflow: str, options: RelayOptions, *, token: str | None, stop: 
         server = start_server(root, options.host, options.port, token)
         log.info("relays run %s at %s", run.run, masked_url(options.url or server.url))
         known, wait_s = dict[str, int](), 0.0
+
+        def follow(policy: str) -> Follower:
+            store = FileStore(root, policy, keep=kept.keep, full_every=kept.full_every, durable=False)
+            return followers.setdefault(policy, Follower(store, weights, stop))
+
         try:
+            for item in root.iterdir():  # of a relay that starts again
+                if item.is_dir() and is_policy_name(item.name):
+                    follow(item.name)
             while not stop.is_set():
                 server.ensure()
                 for follower in followers.values():
                     follower.check()
-                told = m.Relay(run_id=run.run_id, url=options.url or server.url, known=known, wait_s=wait_s)
+                told = m.Relay(
+                    run_id=run.run_id, url=options.url or server.url, known=known, wait_s=wait_s,
+                    holds={name: f.trainer for name, f in followers.items() if f.trainer is not None},
+                )  # fmt: skip
                 reply = ask_patiently(lambda: client.relay(relay_id, told), stop)  # noqa: B023
                 if reply.finished:
                     log.info("run %s is over", run.run)
                     return
                 for name, newest in reply.versions.items():
-                    if name not in followers:
-                        store = FileStore(root, name, keep=kept.keep, full_every=kept.full_every, durable=False)
-                        followers[name] = Follower(store, weights, stop)
-                    followers[name].announce(newest)
+                    follower = followers.get(name) or follow(name)
+                    follower.announce(newest, reply.trainers.get(name, ""))
                 known = {name: newest.version for name, newest in reply.versions.items()}
                 wait_s = min(reply.heartbeat_s, 1.0)  # a stop is seen after that
         finally:

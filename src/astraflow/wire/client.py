@@ -19,12 +19,13 @@ import msgspec
 
 from astraflow.errors import ProtocolMismatch, Unauthorized, Unreachable, WireError
 from astraflow.wire.codec import CONTENT_TYPE
-from astraflow.wire.connection import Connection, Head, Pieces, Pool, size_of
+from astraflow.wire.connection import Connection, Head, OnBytes, Pieces, Pool, size_of, unwatched
 from astraflow.wire.local import BODY_HEADER, HOST_HEADER, INBOX_HEADER, MIN_BYTES, host_identity, open_place, put
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 
 R = TypeVar("R")
 DISK_FULL, AWAY = 507, 503
+_JSON = "application/json"
 _CONNECT_S = 10.0
 _PIECE = 1 << 18  # of a download, at most, after which it is said how much came
 _LONGEST_PAUSE_S = 5.0  # whatever a service asks for
@@ -57,19 +58,19 @@ class HttpClient:
 
     def json(self, method: str, path: str, body: msgspec.Struct | None, reply: type[R], *, wait_s: float = 0.0) -> R:
         """Send a struct, get a struct. `wait_s`: how long the service itself may hold the request (long poll)."""
-        _, payload, _ = self._send(method, path, _json(body), "application/json", wait_s)
+        _, payload, _ = self._send(method, path, _json(body), {"content-type": _JSON}, wait_s)
         return self._decode(path, payload, reply)
 
     def post_stream(self, path: str, pieces: Sequence[memoryview], reply: type[R]) -> R:
         """Send an Arrow stream, get a struct. On one host a large body goes through a file (`wire.local`)."""
         if self._inbox and size_of(pieces) >= MIN_BYTES and (name := self._put(pieces)) is not None:
             try:
-                _, payload, _ = self._send("POST", path, (), CONTENT_TYPE, 0.0, {BODY_HEADER: name})
+                _, payload, _ = self._send("POST", path, (), {"content-type": CONTENT_TYPE, BODY_HEADER: name})
                 return self._decode(path, payload, reply)
             except WireError as error:  # the name was used up by a request whose answer was lost: send it inline
                 if error.status != 422:
                     raise
-        _, payload, _ = self._send("POST", path, pieces, CONTENT_TYPE, 0.0)
+        _, payload, _ = self._send("POST", path, pieces, {"content-type": CONTENT_TYPE})
         return self._decode(path, payload, reply)
 
     def post_bytes(self, path: str, data: bytes | memoryview, reply: type[R]) -> R:
@@ -91,23 +92,27 @@ class HttpClient:
         *,
         wait_s: float = 0.0,
         headers: Mapping[str, str] | None = None,
+        on_bytes: OnBytes = unwatched,
     ) -> tuple[int, memoryview, Mapping[str, str]]:
         """Status (200, 204 or 206), the body in one buffer, and the headers (names in lower case)."""
-        return self._send(method, path, _json(body), "application/json", wait_s, headers)
+        return self._send(method, path, _json(body), {"content-type": _JSON, **(headers or {})}, wait_s, on_bytes)
 
     def download(
-        self, path: str, target: memoryview, offset: int = 0, on_piece: Callable[[int], None] | None = None
-    ) -> int:
+        self, path: str, target: memoryview, offset: int = 0, on_piece: Callable[[int], None] | None = None,
+        on_head: OnBytes = unwatched,
+    ) -> int:  # fmt: skip
         """Read `path` from byte `offset` into `target[offset:]`; returns the bytes filled so far (short when cut).
 
-        `on_piece`: told the bytes filled, after each piece.
+        `on_piece`: told the bytes filled, after each piece; what it raises ends the download. `on_head`: told of bytes
+        that come before the first of them.
         """
         headers = {**self._headers, "range": f"bytes={offset}-"} if offset else self._headers
         connection = None
         try:
-            connection, head = self._ask("GET", path, (), headers, self.timeout_s)
+            connection, head = self._ask("GET", path, (), headers, self.timeout_s, on_head)
             if head.status >= 400:
                 raise self._failure(path, head, connection.read_rest(head))
+            connection.on_bytes = unwatched
             if offset and head.status != 206:
                 offset = 0
             while offset < len(target):
@@ -137,12 +142,11 @@ class HttpClient:
         method: str,
         path: str,
         body: Pieces,
-        content_type: str,
-        wait_s: float,
-        extra: Mapping[str, str] | None = None,
+        headers: Mapping[str, str],
+        wait_s: float = 0.0,
+        on_bytes: OnBytes = unwatched,
     ) -> tuple[int, memoryview, Mapping[str, str]]:
-        headers = {**self._headers, "content-type": content_type, **(extra or {})}
-        headers = {name: value for name, value in headers.items() if value}
+        headers = {name: value for name, value in {**self._headers, **headers}.items() if value}
         begin = time.monotonic()
         deadline = begin + self.give_up_s
         attempt = 0
@@ -150,7 +154,7 @@ class HttpClient:
         cause: BaseException | None
         while True:
             try:
-                return self._once(method, path, body, headers, wait_s)
+                return self._once(method, path, body, headers, self.timeout_s + wait_s, on_bytes)
             except OSError as error:
                 failure, cause = self._unreachable(path, error, time.monotonic() - begin), error
             except WireError as error:
@@ -172,9 +176,9 @@ class HttpClient:
         )
 
     def _once(
-        self, method: str, path: str, body: Pieces, headers: Mapping[str, str], wait_s: float
+        self, method: str, path: str, body: Pieces, headers: Mapping[str, str], timeout_s: float, on_bytes: OnBytes
     ) -> tuple[int, memoryview, Mapping[str, str]]:
-        connection, head = self._ask(method, path, body, headers, self.timeout_s + wait_s)
+        connection, head = self._ask(method, path, body, headers, timeout_s, on_bytes)
         try:
             payload = connection.read_rest(head)
         finally:
@@ -185,7 +189,7 @@ class HttpClient:
         return head.status, payload, head.headers
 
     def _ask(
-        self, method: str, path: str, body: Pieces, headers: Mapping[str, str], timeout_s: float
+        self, method: str, path: str, body: Pieces, headers: Mapping[str, str], timeout_s: float, on_bytes: OnBytes
     ) -> tuple[Connection, Head]:
         size = size_of(body)
         lines = [f"{method} {self._pool.prefix}{path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
@@ -194,7 +198,7 @@ class HttpClient:
         start = "\r\n".join([*lines, "", ""]).encode("latin-1")
         connection = self._pool.take(min(_CONNECT_S, self.timeout_s))
         try:
-            return connection, connection.ask(start, body, timeout_s)
+            return connection, connection.ask(start, body, timeout_s, on_bytes)
         except BaseException:
             connection.close()
             raise

@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -23,12 +23,20 @@ from astraflow.errors import WireError
 from astraflow.wire.local import MOST_PIECES, after
 
 Pieces = Sequence[memoryview]
+OnBytes = Callable[[int], None]
+"""Told of each arrival how many bytes it was; what it raises ends the request."""
+
 _HEAD_BYTES = 64 << 10  # of one receive while the head is read
+_MAX_HEAD_BYTES, _MOST_DIGITS = 1 << 20, 18
 
 
 def size_of(pieces: Pieces) -> int:
     """Bytes."""
     return sum(piece.nbytes for piece in pieces)
+
+
+def unwatched(num_bytes: int) -> None:
+    """Nobody is told."""
 
 
 def fresh(size: int) -> memoryview:
@@ -59,14 +67,17 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
             self._socket = tls.wrap_socket(self._socket, server_hostname=host)
+        self.on_bytes: OnBytes = unwatched  # of the request that runs
         self._early = bytearray()  # of the body, came with the head or out of chunks
         self._left: int | None = 0  # bytes of the body that the socket still has; None: as long as the parser says
         self._over = True  # the body is complete
         self._keep = False  # the other side goes on with this connection
 
-    def ask(self, head: bytes, body: Pieces, timeout_s: float) -> Head:
-        """Send a request; what is answered before the body is sent completely is an answer too."""
+    def ask(self, head: bytes, body: Pieces, timeout_s: float, on_bytes: OnBytes = unwatched) -> Head:
+        """Send a request; what is answered before the body is sent completely is an answer too. `timeout_s`: without a
+        byte. `on_bytes`: of the whole answer."""
         self._socket.settimeout(timeout_s)
+        self.on_bytes = on_bytes
         try:
             self._send([memoryview(head), *body])
         except (BrokenPipeError, ConnectionResetError):
@@ -94,6 +105,7 @@ class Connection:
         if self._over or self._left is None:
             return 0
         count = self._socket.recv_into(target, min(len(target), self._left))
+        self.on_bytes(count)
         self._left -= count
         self._over = not self._left
         return count
@@ -141,29 +153,36 @@ class Connection:
         self._left, self._over, self._keep = None, False, False
         self._complete = False
         self._parser = httptools.HttpResponseParser(self)
+        num_bytes = 0
         while not self._complete:
-            self._feed()
+            if num_bytes > _MAX_HEAD_BYTES:
+                raise Broken(f"the head of the answer is longer than {_MAX_HEAD_BYTES} bytes")
+            num_bytes += self._feed()
         return Head(self._parser.get_status_code(), self._headers, self._length())
 
     def _length(self) -> int | None:
         length = self._headers.get("content-length")
         if length is None or not length.isdecimal() or "transfer-encoding" in self._headers:
             return None
+        if len(length) > _MOST_DIGITS:
+            raise Broken(f"content-length={length[:40]} is the length of no body")
         self._left = int(length) - len(self._early)
         self._over = not self._left
         return int(length)
 
-    def _feed(self) -> None:
+    def _feed(self) -> int:
         data = self._socket.recv(_HEAD_BYTES)
+        self.on_bytes(len(data))
         if not data:
             if self._complete and "transfer-encoding" not in self._headers and not self._keep:
                 self._over = True  # a body without a length ends with its connection
-                return
+                return 0
             raise Broken("the connection was closed before the answer was complete")
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             raise Broken(f"the answer is not HTTP ({error})") from error
+        return len(data)
 
     # callbacks of httptools
 

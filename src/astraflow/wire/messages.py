@@ -106,6 +106,7 @@ class Relay(msgspec.Struct, kw_only=True):
     run_id: Id
     url: Id  # policies lie below it as `<url>/weights/<policy>`
     known: dict[str, int] = {}  # policy -> newest version that I was told of
+    holds: dict[str, str] = {}  # policy of which I have versions -> the trainer (`RelayReply.trainers`) whose they are
     wait_s: float = 0.0  # the answer may wait so long for a newer one
 
 
@@ -115,6 +116,7 @@ class RelayReply(msgspec.Struct):
     heartbeat_s: float
     versions: dict[str, WeightVersion]  # without this relay
     finished: bool = False
+    trainers: dict[str, str] = {}  # policy -> id of the trainer that announced it; a new process has a new one
 
 
 class LeaseRequest(msgspec.Struct, kw_only=True):

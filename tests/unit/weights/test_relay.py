@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from astraflow.testing.weights import same_bits, serving_weights
 from astraflow.types import WeightVersion
 from astraflow.weights import relay as relay_module
 from astraflow.weights.client import WeightClient
+from astraflow.weights.fetch.copy import copy_version
 from astraflow.weights.files.build import Base
 from astraflow.weights.publisher import Publisher
 from astraflow.weights.relay import Follower, RelayOptions, run_relay
@@ -195,14 +197,14 @@ def test_a_relay_drops_what_is_of_another_past(tmp_path: Path, follower: Followe
     chain(tmp_path / "a", range(6), 1.0)
     chain(tmp_path / "b", range(3, newest + 1), 2.0)
     with serving_weights(tmp_path / "a") as url:
-        follower.announce(WeightVersion("actor", 5, (f"{url}/weights/actor",)))
+        follower.announce(WeightVersion("actor", 5, (f"{url}/weights/actor",)), "before")
         wait_until(lambda: follower.version == 5, "the first past", 20)
     with serving_weights(tmp_path / "relay") as relay:
         near = (f"{relay}/weights/actor",)
         reader.fetch(WeightVersion("actor", 5, near))
         expected = other_past(newest, 2.0)
         with serving_weights(tmp_path / "b") as url:
-            follower.announce(WeightVersion("actor", newest, (f"{url}/weights/actor",)))
+            follower.announce(WeightVersion("actor", newest, (f"{url}/weights/actor",)), "after")
             wait_until(lambda: follower.version == newest and same_bits(copied.fetch(newest), expected), "it", 20)
         for version in copied.versions():
             assert same_bits(copied.fetch(version), other_past(version, 2.0 if version >= 3 else 1.0)), version
@@ -211,17 +213,99 @@ def test_a_relay_drops_what_is_of_another_past(tmp_path: Path, follower: Followe
     reader.close()
 
 
+def test_of_another_relay_only_what_differs_counts(tmp_path: Path) -> None:
+    """It came later and has less, or left out what we have; what it does not have is not wrong."""
+    ours, theirs = chain(tmp_path / "a", range(5), 1.0), FileStore(tmp_path / "b", "actor")
+    for version in (2, 6):  # a gap, and nothing before 2
+        theirs.publish(version, other_past(version, 1.0))
+    compared = list[None]()
+    copy_version(theirs, ours, 6, on_compared=lambda: compared.append(None))
+    assert ours.versions() == [0, 1, 2, 3, 4, 6] and len(compared) == 1
+    assert same_bits(ours.fetch(6), other_past(6, 1.0)) and same_bits(ours.fetch(4), other_past(4, 1.0))
+
+
+def test_nothing_new_rests_on_what_was_not_compared(tmp_path: Path) -> None:
+    """Version 3 of ours is of another past, which the other store cannot show: its 4 is changes since another 3."""
+    ours, theirs = chain(tmp_path / "a", range(4), 1.0), chain(tmp_path / "b", range(3, 5), 2.0)
+    theirs.publish(5, other_past(5, 2.0))  # whole
+    shutil.rmtree(theirs.directory / "3")
+    with pytest.raises(WeightError, match="cannot be reached"):
+        copy_version(theirs, ours, 4, on_compared=lambda: None)
+    copy_version(theirs, ours, 5, on_compared=lambda: None)
+    assert ours.versions() == [0, 1, 2, 3, 5]
+    assert same_bits(ours.fetch(5), other_past(5, 2.0))
+
+
+def test_what_comes_after_the_announced_version_is_taken_again(tmp_path: Path) -> None:
+    ours, theirs = chain(tmp_path / "a", range(6), 1.0), chain(tmp_path / "b", range(4), 1.0)
+    copy_version(theirs, ours, 3, on_compared=lambda: None)
+    assert ours.versions() == [0, 1, 2, 3]
+
+
+def test_a_relay_of_another_past_is_not_told_of(service: DataflowThread) -> None:
+    """A node could not tell: its manifests and tensors agree, they are only those of another trainer."""
+    client = DataflowClient(service.url)
+    run_id = client.run().run_id
+
+    def resume(trainer: str) -> None:
+        client.resume("actor", m.Resume(trainer_id=trainer, version=0, urls=("http://a/actor",), run_id=run_id))
+
+    def beat(relay_id: str, holds: dict[str, str]) -> m.RelayReply:
+        return client.relay(relay_id, m.Relay(run_id=run_id, url=f"http://{relay_id}:80", holds=holds))
+
+    resume("first")
+    assert beat("r1", {}).trainers == {"actor": "first"}
+    beat("r1", {"actor": "first"})
+    beat("r2", {})  # it has nothing yet, and will fetch what there is
+    assert stores(service).urls == ("http://a/actor", "http://r1:80/weights/actor", "http://r2:80/weights/actor")
+    resume("second")
+    assert stores(service).urls == ("http://a/actor", "http://r2:80/weights/actor")
+    beat("r1", {"actor": "second"})
+    beat("r2", {"actor": "first"})
+    assert beat("r2", {"actor": "first"}).versions["actor"].urls == ("http://a/actor", "http://r1:80/weights/actor")
+    assert stores(service).urls == ("http://a/actor", "http://r1:80/weights/actor")
+    client.close()
+
+
+def test_a_relay_says_whose_versions_it_has(tmp_path: Path, follower: Follower) -> None:
+    assert follower.trainer is None
+    chain(tmp_path / "a", range(2), 1.0)
+    with serving_weights(tmp_path / "a") as url:
+        urls = (f"{url}/weights/actor",)
+        follower.announce(WeightVersion("actor", 1, urls), "first")
+        wait_until(lambda: follower.version == 1, "the version", 20)
+        assert follower.trainer == "first"
+        follower.announce(WeightVersion("actor", 2, urls), "second")  # which it has to publish still
+        wait_until(lambda: follower.num_failures > 0, "a try", 20)
+        assert follower.trainer == "first", "not compared yet"
+        chain(tmp_path / "a", range(3), 1.0)
+        wait_until(lambda: follower.trainer == "second", "the comparison", 20)
+    again = Follower(FileStore(tmp_path / "relay", "actor"), WeightClient(), threading.Event())
+    assert again.trainer == "", "what another process has left is compared first"
+    again._stop.set()
+    again.join(5)
+
+
+def test_what_is_compared_with_was_announced(tmp_path: Path) -> None:
+    """An object store that gave the version before may still be as the trainer before left it."""
+    store, client = chain(tmp_path / "a", range(2), 1.0), WeightClient(give_up_s=0.1)
+    client._served["actor"] = "memory://bucket/actor?objects=1"
+    with serving_weights(tmp_path / "a") as url, pytest.raises(WeightError, match="may be of the trainer before"):
+        client.copy(WeightVersion("actor", 5, (f"{url}/weights/actor",)), store, lambda: None)
+    client.close()
+
+
 def test_a_relay_keeps_what_the_trainer_still_has(tmp_path: Path, follower: Follower) -> None:
     """It only moved to another address."""
     copied = follower.store
     chain(tmp_path / "a", range(3), 1.0)
     with serving_weights(tmp_path / "a") as url:
-        follower.announce(WeightVersion("actor", 2, (f"{url}/weights/actor",)))
+        follower.announce(WeightVersion("actor", 2, (f"{url}/weights/actor",)), "before")
         wait_until(lambda: follower.version == 2, "the version", 20)
     before = {version: (copied.directory / str(version)).stat().st_ino for version in copied.versions()}
     chain(tmp_path / "a", range(4), 1.0)
     with serving_weights(tmp_path / "a") as url:
-        follower.announce(WeightVersion("actor", 3, (f"{url}/weights/actor",)))
+        follower.announce(WeightVersion("actor", 3, (f"{url}/weights/actor",)), "after")
         wait_until(lambda: follower.version == 3, "the next one", 20)
     assert {version: (copied.directory / str(version)).stat().st_ino for version in before} == before
 
@@ -270,7 +354,7 @@ def test_a_full_disk_of_a_relay_is_waited_for(tmp_path: Path, monkeypatch: pytes
     faults: list[Exception] = [OSError(28, "No space left on device"), WeightError("a", 1, "b", "c")]
     came, stop, client = threading.Event(), threading.Event(), WeightClient()
 
-    def copy(wanted: WeightVersion, store: FileStore, **options: Any) -> str:
+    def copy(wanted: WeightVersion, store: FileStore, *options: Any) -> str:
         if faults:
             raise faults.pop()
         store.publish(0, model(0))
@@ -279,7 +363,7 @@ def test_a_full_disk_of_a_relay_is_waited_for(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(client, "copy", copy)
     follower = Follower(FileStore(tmp_path, "actor"), client, stop)
-    follower.announce(WeightVersion("actor", 0, ("http://a/actor",)))
+    follower.announce(WeightVersion("actor", 0, ("http://a/actor",)), "t")
     assert came.wait(20.0) and follower.num_failures == 2
     stop.set()
     follower.join(5.0)

@@ -79,7 +79,7 @@ def test_a_refused_large_body_is_not_read_and_the_connection_goes_on(tmp_path: P
         stranger._headers["authorization"] = "Bearer right"
         assert stranger.json("POST", "/echo", Ok(), Ok).ok
         with pytest.raises(WireError, match=r"must be .*arrow"):
-            stranger._send("POST", "/bulk", pieces, "text/plain", 0.0)
+            stranger._send("POST", "/bulk", pieces, {"content-type": "text/plain"})
         assert len(bulk_of(stranger, pieces)[1]) == 8 << 20
 
 
@@ -138,7 +138,7 @@ def test_a_body_without_a_length_is_counted_while_it_comes() -> None:
 @pytest.mark.parametrize("kind", ["application/json", "application/octet-stream", "application/x-pickle", None])
 def test_another_content_type_is_415(kind: str | None) -> None:
     with running() as url, pytest.raises(WireError, match=f"content-type={kind or 'none'} must be .*arrow") as caught:
-        HttpClient(url)._send("POST", "/bulk", [memoryview(b"abc")], kind or "", 0.0)
+        HttpClient(url)._send("POST", "/bulk", [memoryview(b"abc")], {"content-type": kind or ""})
     assert caught.value.status == 415
 
 

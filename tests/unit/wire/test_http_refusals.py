@@ -42,7 +42,7 @@ def test_an_error_reaches_the_caller_as_the_same_sentence(kind: str, status: int
 
 def test_a_body_of_another_shape_is_422_with_the_reason() -> None:
     with running() as url, pytest.raises(WireError, match="must be a Ok") as caught:
-        HttpClient(url)._send("POST", "/echo", [memoryview(b"[1]")], "application/json", 0.0)
+        HttpClient(url)._send("POST", "/echo", [memoryview(b"[1]")], {"content-type": "application/json"})
     assert caught.value.status == 422
 
 

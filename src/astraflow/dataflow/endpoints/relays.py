@@ -32,7 +32,8 @@ class Heard:
 class Relays:
     """`versions` is what nodes and relays are told: the trainers' stores, then those of live relays.
 
-    An object store outlives its trainer: it is told of however long that is silent."""
+    An object store outlives its trainer: it is told of however long that is silent. A relay is not told of while what
+    it has may be of another past: a new trainer goes on from a checkpoint, perhaps without the versions after it."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
@@ -53,9 +54,12 @@ class Relays:
             raise HttpError(422, f"relays={len(live)} are as many as one service tells of; end one")
         self._heard = live | {relay_id: Heard(body, self._shell.now() + self._shell.config.dataflow.dead_after_s)}
         await self._news(body)
-        finished = self._shell.machine.finished
-        reply = m.RelayReply(self._shell.config.dataflow.heartbeat_s, self.versions(but=relay_id), finished)
-        return json_reply(reply)
+        return json_reply(
+            m.RelayReply(
+                self._shell.config.dataflow.heartbeat_s, self.versions(but=relay_id), self._shell.machine.finished,
+                {name: policy.trainer_id or "" for name, policy in self._shell.machine.state.policies.items()},
+            )
+        )  # fmt: skip
 
     async def _news(self, relay: m.Relay) -> None:
         """Until there is a version that the relay does not know, or the run is over, or its time is."""
@@ -72,12 +76,14 @@ class Relays:
 
     def versions(self, but: str = "") -> dict[str, WeightVersion]:
         """The newest version of every policy, and all stores that have it or will fetch it."""
-        bases = [heard.relay.url.rstrip("/") for relay_id, heard in self.live().items() if relay_id != but]
+        relays = [heard.relay for relay_id, heard in self.live().items() if relay_id != but]
         told = {}
         for name, newest in self._shell.machine.leases.versions().items():
             trainer = self._shell.machine.live.trainers.get(name)
             later = trainer.stores.items() if trainer is not None else ()
             there = [url for url, version in later if version >= newest.version]
-            urls = (*newest.urls, *there, *(f"{base}/weights/{name}" for base in bases))
+            theirs = self._shell.machine.state.policies[name].trainer_id or ""
+            sure = [relay.url.rstrip("/") for relay in relays if relay.holds.get(name, theirs) == theirs]
+            urls = (*newest.urls, *there, *(f"{base}/weights/{name}" for base in sure))
             told[name] = WeightVersion(name, newest.version, urls)
         return told

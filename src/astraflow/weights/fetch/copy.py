@@ -16,19 +16,22 @@ log = logging.getLogger(__name__)
 
 
 def copy_version(
-    reader: Reader, store: FileStore, wanted: int, wait_s: float = 0.0, *, compare: bool = False
-) -> None:  # fmt: skip
+    reader: Reader, store: FileStore, wanted: int, wait_s: float = 0.0, on_compared: Callable[[], None] | None = None
+) -> None:
     """`wanted`, by the fewest bytes beside what `store` has, and visible there when this returns.
 
-    Waits up to `wait_s` for a version that is newer than all that `reader` has. `compare`: what `store` has may be of
-    another past (of a trainer that lost its versions and took its steps again): that goes.
+    Waits up to `wait_s` for a version that is newer than all that `reader` has.
+    Args: on_compared: given: what `store` has may be of another past (of a trainer that lost its versions and took its
+    steps again); it is compared, what is not as in `reader` goes, and this is called.
     Raises: WeightError: `reader` has no way to it, or its bytes are not those that were published.
     """
     with reader.reading(wanted) as lease:
         last = retry(lambda: reader.manifest(wanted, wait_s))
-        if compare:
-            _drop_other_past(reader, store)
-        held = max((version for version in store.infos() if version <= wanted), default=-1)
+        trusted = wanted
+        if on_compared is not None:
+            trusted = _drop_other_past(reader, store, last)
+            on_compared()
+        held = max((version for version in store.infos() if version <= trusted), default=-1)
         # Not merged: a reader of `store` may hold any of the versions between.
         for manifest, delta in way(reader, held, last, merge=False):
             lease.extend()
@@ -39,18 +42,26 @@ def copy_version(
             store.adopt(manifest, _reading(reader, store, manifest.version))
 
 
-def _drop_other_past(reader: Reader, store: FileStore) -> None:
-    """From the newest of `store` down to the first one that `reader` has too: those before it were made before it."""
-    there, other = reader.infos(), []
+def _drop_other_past(reader: Reader, store: FileStore, wanted: Manifest) -> int:
+    """Remove what differs in `reader`, and what came after `wanted` and is not there: that step is taken again. The
+    newest version that is the same (those before it were made before it) and at most `wanted`; -1: none.
+
+    What is older than all that `reader` has, or left out there, may be as good: it stays, but nothing rests on it.
+    """
+    there, other, same = reader.infos(), list[int](), -1
     for version in reversed(store.versions()):
-        if version in there:
-            manifest = retry(lambda v=version: reader.manifest(v))  # type: ignore[misc]
+        if version == wanted.version or version in there:
+            manifest = wanted if version == wanted.version else retry(lambda v=version: reader.manifest(v))  # type: ignore[misc]
             if store.manifest(version).same_content(manifest):
+                same = min(version, wanted.version)
                 break
-        other.append(version)
+            other.append(version)
+        elif version > wanted.version:
+            other.append(version)
     if other:
         log.warning("removed versions %s: they are not those of the trainer any more", other)
         store.drop(other)
+    return same
 
 
 def add_tensors(reader: Reader, store: FileStore, version: int) -> None:

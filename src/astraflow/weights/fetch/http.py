@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from astraflow.errors import Unreachable, WeightError, WireError
 from astraflow.weights.app import Listing
+from astraflow.weights.fetch.pace import MAX_DOCUMENT_BYTES, Pace
 from astraflow.weights.fetch.route import TRIES, Lease
 from astraflow.weights.fetch.spool import MIN_BYTES, collected
 from astraflow.weights.manifest import MANIFEST, Delta, FileEntry, Manifest, Part, decoded, read_delta, read_manifest
@@ -18,33 +18,6 @@ from astraflow.weights.plan import VersionInfo, by_version
 from astraflow.wire.client import HttpClient
 
 _PAUSE_S = 0.2
-FLOOR_BYTES_PER_S = 10_000
-"""A store from which less comes, for as long as the client waits for an answer, is left for the next one."""
-
-
-class SlowStore(WeightError):
-    """Bytes come, but so few that other stores are tried first."""
-
-
-class _Pace:
-    """Of one download: looks at the rate once per `window_s`."""
-
-    def __init__(self, entry: Part | FileEntry, filled: int, window_s: float) -> None:
-        self._entry, self._window_s = entry, window_s
-        self._since, self._before = time.monotonic(), filled
-
-    def look(self, filled: int) -> None:
-        """So many bytes are there. Raises: SlowStore."""
-        seconds = time.monotonic() - self._since
-        if seconds < self._window_s:
-            return
-        if filled - self._before < FLOOR_BYTES_PER_S * seconds:
-            raise SlowStore(
-                f"part {self._entry.name}", f"{filled} bytes",
-                f"comes with fewer than {FLOOR_BYTES_PER_S} bytes/s in {seconds:.0f} s and another store is there",
-                "check the connection",
-            )  # fmt: skip
-        self._since, self._before = time.monotonic(), filled
 
 
 class _ServersLease:
@@ -61,21 +34,19 @@ class HttpReader:
         closed: threading.Event | None = None, on_retry: Callable[[], None] = lambda: None, leave: bool = False,
     ) -> None:  # fmt: skip
         """`spool`: directory where large parts lie while they come. `closed`: ends waits. `on_retry`: a cut download
-        goes on. `leave`: a part that comes slower than FLOOR_BYTES_PER_S is a SlowStore."""
+        goes on. `leave`: a part or document that comes slower than FLOOR_BYTES_PER_S is a SlowStore."""
         self._client, self._path, self._policy, self._spool = client, path, policy, spool
         self._closed, self._on_retry, self._leave = closed or threading.Event(), on_retry, leave
 
     def infos(self) -> dict[int, VersionInfo]:
         """What can be fetched."""
-        _, payload, _ = self._client.get_bytes("GET", self._path)
         where = f"{self._client.base_url}{self._path}"
-        return by_version(decoded(payload, Listing, where).infos, where)
+        return by_version(decoded(self._document(self._path), Listing, where).infos, where)
 
     def manifest(self, version: int, wait_s: float = 0.0) -> Manifest:
         """Waits up to `wait_s` for a version that is newer than all that the store has."""
         path = f"{self._path}/{version}/{MANIFEST}"
-        asked = f"{path}?wait_s={wait_s:g}" if wait_s else path
-        _, payload, _ = self._client.get_bytes("GET", asked, wait_s=wait_s)
+        payload = self._document(f"{path}?wait_s={wait_s:g}" if wait_s else path, wait_s)
         return read_manifest(payload, self._policy, version, f"{self._client.base_url}{path}")
 
     def read(self, version: int, entry: Part | FileEntry) -> Any:
@@ -86,25 +57,25 @@ class HttpReader:
     def _download(
         self, path: str, entry: Part | FileEntry, target: memoryview, filled: int, on_piece: Callable[[int], None]
     ) -> None:
-        tries, reason = 0, "the connection was cut, or silent"
-        pace = _Pace(entry, filled, self._client.timeout_s) if self._leave else None
+        tries, furthest, reason = 0, filled, "the connection was cut, or silent"
+        pace, last = Pace(f"part {entry.name}", self._client.timeout_s, leave=self._leave), filled
+        pace.look()
 
-        def came(now: int) -> None:
+        def took(now: int) -> None:
+            nonlocal last
+            before, last = last, now
             on_piece(now)
-            if pace is not None:
-                pace.look(now)
+            pace.came(now - before if now > before else now)
 
         while filled < entry.nbytes:
-            before = filled
             try:
-                filled = self._client.download(path, target, filled, came)
+                filled = self._client.download(path, target, filled, took, lambda n: pace.look())
             except Unreachable as error:
                 reason = str(error)
             if filled < entry.nbytes:
-                if pace is not None:
-                    pace.look(filled)
                 self._on_retry()
-                tries = 0 if filled > before else tries + 1
+                # A server that knows no Range begins at the first byte again: that is no progress.
+                tries, furthest = (0, filled) if filled > furthest else (tries + 1, furthest)
                 if tries >= TRIES:
                     raise WeightError(
                         f"part {entry.name}", f"{filled} bytes",
@@ -112,13 +83,20 @@ class HttpReader:
                         f"{self._client.timeout_s:g} s each ({reason})",
                         "check the connection and the disk of the store",
                     )  # fmt: skip
-                self._closed.wait(_PAUSE_S * tries)
+                pace.look()
+                self._closed.wait(_PAUSE_S * max(1, tries))
+
+    def _document(self, path: str, wait_s: float = 0.0) -> memoryview:
+        """A listing, a manifest, what a merged delta is made of."""
+        what = f"answer of {self._client.base_url}{path}"
+        pace = Pace(what, self._client.timeout_s, leave=self._leave, most=MAX_DOCUMENT_BYTES)
+        return self._client.get_bytes("GET", path, wait_s=wait_s, on_bytes=pace.came)[1]
 
     def merged(self, version: int, base: int) -> Delta | None:
         """One delta from `base` to `version`; None: a store that does not merge."""
         path = f"{self._path}/{version}/delta?base={base}"
         try:
-            _, payload, _ = self._client.get_bytes("GET", path)
+            payload = self._document(path)
         except WireError as error:
             if error.status == 404:
                 return None

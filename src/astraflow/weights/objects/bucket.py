@@ -29,6 +29,12 @@ _EXTRAS = {"s3": "astraflow[s3]", "s3a": "astraflow[s3]"}
 _LIMITS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
 """Of botocore. Its own would hold a reader for minutes at a store that does not answer; we try again ourselves."""
 
+ANSWER_S = 45.0
+"""From a request to the last byte of its answer, whatever the library does meanwhile: s3fs tries five times."""
+
+_UPLOAD_BYTES_PER_S = 1000.0
+"""A file may take longer by its size at this rate."""
+
 
 class MissingObject(WeightError):
     """There is no such object, or (for those who may not list, some stores do not tell) we may not read it."""
@@ -73,12 +79,13 @@ class Bucket:
         with self._named("open"):
             self._fs, root = fsspec.core.url_to_fs(url, **options)
         self._root = root.rstrip("/")
+        self._in_time = {"timeout": ANSWER_S} if self._fs.async_impl else {}  # fsspec cancels what takes longer
 
     def get(self, name: str) -> bytes:
         """A small object. Raises: MissingObject. WeightError: the store fails."""
         with self._named("read", name):
             # With a range s3fs asks for the object only, else also for its size, which may need permission to list.
-            content: bytes = self._fs.cat_file(self._path(name), start=0, end=MAX_SMALL_BYTES)
+            content: bytes = self._fs.cat_file(self._path(name), start=0, end=MAX_SMALL_BYTES, **self._in_time)
         return content
 
     def ranges(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes | WeightError]:
@@ -87,7 +94,9 @@ class Bucket:
         starts, ends = [start for start, _ in spans], [end for _, end in spans]
         try:
             with self._named("read", name):
-                found = self._fs.cat_ranges([self._path(name)] * len(spans), starts, ends, on_error="return")
+                found = self._fs.cat_ranges(
+                    [self._path(name)] * len(spans), starts, ends, on_error="return", **self._in_time
+                )
         except WeightError as error:
             return [error]
         return [self._failed("read", name, f) if isinstance(f, Exception) else bytes(f) for f in found]
@@ -96,7 +105,7 @@ class Bucket:
         """A small object, seen whole or not at all. Raises: WeightError: the store fails."""
         with self._named("write", name):
             if self._scheme in _WHOLE:
-                self._fs.pipe_file(self._path(name), content)
+                self._fs.pipe_file(self._path(name), content, **self._in_time)
                 return
             self._make_parent(name)
             temporary = self._path(f".tmp-{uuid.uuid4().hex[:12]}")
@@ -107,30 +116,31 @@ class Bucket:
         """A file as an object, in pieces where it is large. Raises: WeightError: the store fails."""
         with self._named("write", name):
             self._make_parent(name)
-            self._fs.put_file(str(file), self._path(name))
+            in_time = {"timeout": ANSWER_S + file.stat().st_size / _UPLOAD_BYTES_PER_S} if self._in_time else {}
+            self._fs.put_file(str(file), self._path(name), **in_time)
 
     def copy(self, name: str, to: str) -> None:
         """An object under a second name, without its bytes coming here where the store can. Raises: WeightError."""
         with self._named("copy", name):
             self._make_parent(to)
-            self._fs.cp_file(self._path(name), self._path(to))
+            self._fs.cp_file(self._path(name), self._path(to), **self._in_time)
 
     def remove(self, name: str) -> None:
         """One object, or none if it is gone. Raises: WeightError: the store fails."""
         with suppress(MissingObject), self._named("delete", name):
-            self._fs.rm_file(self._path(name))
+            self._fs.rm_file(self._path(name), **self._in_time)
 
     def remove_folder(self, name: str) -> None:
         """All objects below a name. Raises: WeightError: the store fails."""
         with suppress(MissingObject), self._named("delete", name):
-            self._fs.rm(self._path(name), recursive=True)
+            self._fs.rm(self._path(name), recursive=True, **self._in_time)
 
     def names(self, folder: str = "") -> list[str]:
         """Names of all objects below a folder, relative to this one. Raises: WeightError: the store fails."""
         found: Iterable[str] = ()
         with self._named("list", folder), suppress(FileNotFoundError):
             self._fs.invalidate_cache()
-            found = self._fs.find(self._path(folder))
+            found = self._fs.find(self._path(folder), **self._in_time)
         return sorted(path.removeprefix(f"{self._root}/") for path in found)
 
     def _path(self, name: str) -> str:
@@ -151,6 +161,8 @@ class Bucket:
     def _failed(self, what: str, name: str, error: Exception) -> WeightError:
         where = f"{self.url}/{name}" if name else self.url
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if isinstance(error, TimeoutError) and self._in_time:
+            said = f"{said}; {ANSWER_S:g} s are allowed"
         if isinstance(error, FileNotFoundError | NotADirectoryError) and what in ("read", "delete"):
             return MissingObject("object", where, "is not there", "fetch the newest version")
         if isinstance(error, PermissionError) and what == "read":

@@ -13,13 +13,17 @@ from astraflow.errors import WeightError
 from astraflow.weights.fetch.route import TRIES, Lease
 from astraflow.weights.fetch.spool import MIN_BYTES, collected
 from astraflow.weights.manifest import MANIFEST, Delta, FileEntry, Manifest, Part, TornPart, read_manifest
-from astraflow.weights.objects.bucket import Bucket, MissingObject
+from astraflow.weights.objects.bucket import ANSWER_S, Bucket, MissingObject
 from astraflow.weights.objects.layout import INDEX, Index, read_index, split_store_url
 from astraflow.weights.objects.leases import reading
 from astraflow.weights.plan import VersionInfo, by_version
 
-CHUNK_BYTES = 8 << 20
+MIN_CHUNK_BYTES, FIRST_CHUNK_BYTES, CHUNK_BYTES = 8 << 10, 512 << 10, 8 << 20
 CHUNKS_AT_ONCE = 4
+"""So that a request is answered within ANSWER_S, its chunks grow and shrink with what the link gives. One that gives
+fewer than four of the smallest in that time is none: 728 bytes/s."""
+
+_QUICK_S = ANSWER_S / 8  # twice as much then takes a quarter of what is allowed
 _PAUSE_S, _MAX_PAUSE_S = 0.2, 2.0
 
 
@@ -40,6 +44,7 @@ class ObjectReader:
         if base.rpartition("/")[2] != policy:
             raise WeightError("url", self._bucket.url, f"must end with /{policy}", "give the URL that was announced")
         self._closed, self._on_retry = closed or threading.Event(), on_retry
+        self._chunk = FIRST_CHUNK_BYTES
 
     def is_meant(self) -> bool:
         """Whether the store that answers is the one that the URL means: a disk or memory of another host is not.
@@ -97,10 +102,10 @@ class ObjectReader:
     ) -> None:
         tries = 0
         while filled < entry.nbytes:
-            starts = range(filled, entry.nbytes, CHUNK_BYTES)[:CHUNKS_AT_ONCE]
-            spans = [(start, min(start + CHUNK_BYTES, entry.nbytes)) for start in starts]
+            starts = range(filled, entry.nbytes, self._chunk)[:CHUNKS_AT_ONCE]
+            spans = [(start, min(start + self._chunk, entry.nbytes)) for start in starts]
             failure = None
-            before = filled
+            before, begin = filled, time.monotonic()
             for (start, stop), piece in zip(spans, self._bucket.ranges(name, spans), strict=False):
                 if isinstance(piece, WeightError):
                     failure = piece
@@ -114,7 +119,10 @@ class ObjectReader:
                 filled = stop
                 on_piece(filled)
             if failure is None:
+                if time.monotonic() - begin < _QUICK_S:
+                    self._chunk = min(2 * self._chunk, CHUNK_BYTES)
                 continue
+            self._chunk = max(self._chunk // 8, MIN_CHUNK_BYTES)
             tries = 1 if filled > before else tries + 1
             if isinstance(failure, MissingObject) or tries >= TRIES or self._closed.wait(_PAUSE_S * tries):
                 raise failure

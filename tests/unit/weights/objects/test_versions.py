@@ -131,7 +131,8 @@ def test_a_read_that_is_cut_goes_on_where_it_ended_in_the_next_process_too(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader_module, "MIN_BYTES", 0)
-    monkeypatch.setattr(reader_module, "CHUNK_BYTES", 10_000)
+    for name in ("MIN_CHUNK_BYTES", "FIRST_CHUNK_BYTES", "CHUNK_BYTES"):
+        monkeypatch.setattr(reader_module, name, 10_000)
     monkeypatch.setattr(reader_module, "CHUNKS_AT_ONCE", 2)
     monkeypatch.setattr(reader_module, "_PAUSE_S", 0.0)
     asked: list[tuple[int, int]] = []
