@@ -7,6 +7,7 @@
     training_state/state.json             counts, names and sizes of all files; written last
     training_state/optimizer.safetensors  moments by parameter name
     training_state/rng.safetensors        state of torch's generator
+    training_state/critic.safetensors     weights and moments of the critic, only where there is one
     training_state/master.safetensors     float32 weights, only when the model is saved in bfloat16
     training_state/version-<v>.safetensors  earlier published versions that the logprob audit still needs
 ```
@@ -62,6 +63,7 @@ class TrainingState:
     optimizer: Tensors
     audit_versions: Mapping[int, Tensors] = field(default_factory=dict)
     master: Tensors | None = None  # None: the model's own files are float32
+    critic: Tensors | None = None  # None: the policy has none
     adapter: SavedAdapter | None = None  # None: all weights are trained, or (when loaded) it came with the model
 
 
@@ -134,6 +136,7 @@ def load_state(path: Path) -> TrainingState:
             optimizer=load_file(path / STATE / "optimizer.safetensors"),
             audit_versions={v: load_file(path / STATE / f"version-{v}.safetensors") for v in head.audit_versions},
             master=load_file(master) if (master := path / STATE / "master.safetensors").is_file() else None,
+            critic=load_file(critic) if (critic := path / STATE / "critic.safetensors").is_file() else None,
         )
         torch.set_rng_state(load_file(path / STATE / "rng.safetensors")["torch"])
     except (OSError, msgspec.DecodeError, SafetensorError, KeyError) as error:
@@ -211,6 +214,8 @@ def _write_state(building: Path, state: TrainingState) -> None:
     save_file({"torch": torch.get_rng_state()}, folder / "rng.safetensors")
     if state.master is not None:
         save_file(dict(state.master), folder / "master.safetensors")
+    if state.critic is not None:
+        save_file(dict(state.critic), folder / "critic.safetensors")
     for version, tensors in state.audit_versions.items():
         save_file(dict(tensors), folder / f"version-{version}.safetensors")
     files = sorted(path for path in building.rglob("*") if path.is_file())

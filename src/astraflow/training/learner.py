@@ -31,9 +31,11 @@ from astraflow.training.checkpoint import (
     optimizer_tensors,
     save_checkpoint,
 )
+from astraflow.training.credit.chains import chains_of
+from astraflow.training.credit.critic import Critic
 from astraflow.training.credit.truncation import without_truncated
 from astraflow.training.optimize.minibatches import groups_of
-from astraflow.training.reference import KlPenalty, load_reference
+from astraflow.training.reference import KlPenalty, check_tokens, load_reference
 from astraflow.training.sft import warm_start
 from astraflow.training.step import StepCounts, Stepper, StepSettings
 from astraflow.training.trained import load_trained
@@ -79,6 +81,7 @@ class Learner:
             torch.set_num_threads(1)
         self.version = 0
         self.stepper = self._stepper()
+        self.stepper.critic = self._critic()
         self.auditor = Auditor(
             self.section.trainer.audit_trajectories, self.section.batch.max_staleness + 2,
             self.section.sampling.temperature, self.section.trainer.max_logprob_gap, config.run.seed,
@@ -103,7 +106,8 @@ class Learner:
         Metrics by slash name."""
         rows = rows_from_table(table)
         trained = without_truncated(rows, table) if self.section.algorithm.mask_truncated else rows
-        metrics = self.stepper.step(trained, self.version, groups_of(table))
+        chains = chains_of(table, trained) if self.stepper.critic is not None else None
+        metrics = self.stepper.step(trained, self.version, groups_of(table), chains)
         if trained is not rows:
             metrics["masked/truncated"] = 1 - float((trained.weights > 0).sum() / max(1, (rows.weights > 0).sum()))
         self.version += 1
@@ -134,6 +138,7 @@ class Learner:
             optimizer=optimizer_tensors(self.model, self.stepper.optimizer),
             audit_versions={v: t for v, t in self.auditor.versions.items() if v != self.version},
             master=master,
+            critic=self.stepper.critic.state() if self.stepper.critic is not None else None,
             adapter=adapter,
         )
         path = save_checkpoint(self._root, self.model, self._directory, state)
@@ -184,7 +189,18 @@ class Learner:
             reference = load_reference(
                 self.config, self.policy, self.model, self._directory, lambda: self.store.fetch(0)
             )
-        return KlPenalty(section, self.section.sampling.temperature, reference)
+        return KlPenalty(section, self.section.sampling.temperature, reference, to_go=self.stepper.critic is None)
+
+    def _critic(self) -> Critic | None:
+        section, directory = self.section.critic, self._directory
+        if section is None:
+            return None
+        if section.model:
+            directory = model_directory(section.model, cache_dir(), self.config.run.seed)
+            check_tokens("critic.model", section.model, directory, self._directory)
+        critic = Critic(section, self.section.optimizer, self.config.run.steps, directory)
+        critic.model.to(self.model.device)
+        return critic
 
     def _start_fresh(self) -> None:
         section = self.section.warm_start
@@ -197,6 +213,8 @@ class Learner:
     def _restore(self, state: TrainingState) -> None:
         self.trained.restore(state)
         load_optimizer_tensors(self.model, self.stepper.optimizer, state.optimizer)
+        if self.stepper.critic is not None:
+            self.stepper.critic.restore(state.critic or {})
         self.stepper.counts = StepCounts(state.step, state.skipped, state.skipped_in_a_row)
         self.version = state.version
         for version, tensors in sorted(state.audit_versions.items()):

@@ -133,7 +133,7 @@ def load_reference(
     name, warm = section.algorithm.kl.reference, section.warm_start is not None
     if name:
         other = model_directory(name, cache_dir(), config.run.seed)
-        _check_tokens(name, other, directory)
+        check_tokens("algorithm.kl.reference", name, other, directory)
         frozen = load_model(other)
         _check_rows(name, frozen, model)
     elif section.lora is not None:
@@ -154,14 +154,15 @@ def load_reference(
     return Reference(prepare_model(frozen), score=scoring_of(frozen, ranks))
 
 
-def _check_tokens(name: str, reference: Path, policy: Path) -> None:
+def check_tokens(setting: str, name: str, other: Path, policy: Path) -> None:
+    """Raises: ModelError: the model `name` in `other` reads other tokens than the policy's; `setting` asks for it."""
     theirs, ours = (
-        Tokenizer.from_file(str(d / "tokenizer.json")).get_vocab(with_added_tokens=True) for d in (reference, policy)
+        Tokenizer.from_file(str(d / "tokenizer.json")).get_vocab(with_added_tokens=True) for d in (other, policy)
     )
     if theirs != ours:
         token = min(token for token, number in ours.items() if theirs.get(token) != number) if ours else ""
         raise ModelError(
-            "algorithm.kl.reference", name, f"has another vocabulary than the policy ({len(theirs)} tokens, not "
+            setting, name, f"has another vocabulary than the policy ({len(theirs)} tokens, not "
             f"{len(ours)}; {token!r} is {theirs.get(token)}, not {ours.get(token)})",
             "use a model with the policy's tokenizer",
         )  # fmt: skip

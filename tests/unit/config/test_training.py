@@ -28,6 +28,7 @@ def _problems(**policy):
         {"batch": {"groups": 4, "minibatches": 4, "epochs": 3}},
         {"batch": {"episodes": 64, "minibatches": 32}},
         {"algorithm": {"anchor": "proximal", "loss": "gspo"}},
+        {"algorithm": {"advantage": "gae"}, "critic": {}},
     ],
 )
 def test_good_settings(policy):
@@ -42,6 +43,12 @@ def test_good_settings(policy):
             "actor.batch.minibatches=5 must be <= policies.actor.batch.groups=4",
         ),
         ({"algorithm": {"anchor": "proximal", "loss": "decoupled_ppo"}}, "anchor='proximal' takes away the weight"),
+        ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage='gae' needs a critic; add policies.actor.critic"),
+        ({"critic": {}}, "policies.actor.critic has no effect with policies.actor.algorithm.advantage='grpo'"),
+        (
+            {"algorithm": {"advantage": "gae", "mask_truncated": True}, "critic": {}},
+            "mask_truncated=true cannot be with policies.actor.critic",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_named(policy, said):

@@ -161,7 +161,8 @@ class Critic:
         """All that a checkpoint must hold, live."""
         weights = {f"model/{name}": tensor.detach() for name, tensor in self.model.named_parameters()}
         moments = optimizer_tensors(self.model, self.optimizer)
-        return weights | {f"optimizer/{name}": tensor for name, tensor in moments.items()}
+        counts = {"skipped_in_a_row": torch.tensor(self.skipped_in_a_row)}
+        return weights | {f"optimizer/{name}": tensor for name, tensor in moments.items()} | counts
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -178,6 +179,7 @@ class Critic:
             own[name].copy_(tensor)
         moments = {n.removeprefix("optimizer/"): t for n, t in state.items() if n.startswith("optimizer/")}
         load_optimizer_tensors(self.model, self.optimizer, moments)
+        self.skipped_in_a_row = int(state["skipped_in_a_row"])
 
 
 def _explained(targets: np.ndarray, said: np.ndarray) -> float:

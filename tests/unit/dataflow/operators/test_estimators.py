@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from astraflow.config import rooms
 from astraflow.contracts import Operator
+from astraflow.dataflow.operators.credit.in_trainer import Gae
 from astraflow.dataflow.operators.credit.per_call import PerCall
 from astraflow.dataflow.operators.credit.reinforce_pp import ReinforcePp
 from astraflow.dataflow.operators.credit.relative import DrGrpo, Grpo, Rloo
+from astraflow.dataflow.operators.filters.zero_variance import ZeroVariance
 from astraflow.errors import DataflowError
 from astraflow.testing.operators import chain, check_operator, group
 from astraflow.types import Group
@@ -34,6 +36,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("per_call", {"gamma": 0.9, "normalize": True}),
     ("per_call", {"baseline": "group"}),
 ]
+IN_TRAINER = {"gae"}  # make no advantages here
 IDS = [f"{name} {options}" for name, options in SETTINGS]
 
 
@@ -57,7 +60,7 @@ def advantages(operator: Operator, *groups: Group) -> list[list[float]]:
 
 
 def test_every_estimator_is_tested() -> None:
-    assert {name for name, _ in SETTINGS} == set(rooms.ROOMS["advantages"])
+    assert {name for name, _ in SETTINGS} == set(rooms.ROOMS["advantages"]) - IN_TRAINER
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=IDS)
@@ -207,9 +210,22 @@ def test_an_episode_without_calls_or_reward_has_no_credit() -> None:
     assert per_call(PerCall(), one) == [(0.5,), (), (-0.5,)]
 
 
+def test_gae_hands_the_rewards_of_calls_on() -> None:
+    one = group([1.0, 0.5, None], rewards_per_call=[(0.0, 0.25), (), ()], num_calls=[2, 3, 1])
+    result = chain(advantage=Gae(outcome=2.0)).on_group(one)
+    assert isinstance(result, Group) and result.call_advantages == [(0.0, 2.25), (0.0, 0.0, 1.0), ()]
+
+
+def test_equal_siblings_are_kept_for_a_critic() -> None:
+    own = chain(ZeroVariance(), advantage=Gae())
+    assert isinstance(own.on_group(group([1.0, 1.0])), Group)
+    check_operator(Gae, [group([1.0, 0.0, None]), group([0.5], row=1)])
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (lambda: Gae(outcome=-1.0), "gae.outcome=-1.0 must be >= 0"),
         (lambda: Grpo(eps=0.0), "grpo.eps=0.0 must be > 0"),
         (lambda: ReinforcePp(eps=0.0), "reinforce_pp.eps=0.0 must be > 0"),
         (lambda: PerCall(eps=0.0), "per_call.eps=0.0 must be > 0"),
