@@ -283,7 +283,8 @@ class Stepper:
             self.optimizer.zero_grad(set_to_none=True)
             raise TrainingError(
                 "loss", loss, f"or its gradient ({grad_norm}) was not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row",
-                "lower optimizer.lr or optimizer.grad_clip, and look at policy/ratio_max and logprob_gap/p99",
+                "lower optimizer.lr or optimizer.grad_clip, and look at policy/ratio_max, logprob_gap/p99 and the "
+                "batches in skipped_batches/ of the run directory",
             )  # fmt: skip
 
 

@@ -67,6 +67,7 @@ def batch_metrics(packs: list[Pack], version: int) -> dict[str, float]:
         "computed_tokens": float(sum(p.num_computed for p in packs)),
         "sequences": float(len(staleness)),
         "microbatches": float(len(packs)),
+        "microbatch_tokens/max": float(max((p.num_computed for p in packs), default=0)),
         "staleness/mean": float(staleness.mean()) if packs else 0.0,
         "staleness/max": float(staleness.max()) if packs else 0.0,
         "staleness/fresh_tokens": fresh / tokens if tokens else 1.0,
