@@ -77,6 +77,7 @@ def _rebase(raw: dict[str, Any], base: Path | None) -> dict[str, Any]:
     policies = _tables(raw.get("policies"))
     named = [(table, key) for table in [*_tables(raw.get("sources")), *policies] for key in ("path", "model")]
     named += [(kl, "reference") for policy in policies if (kl := _table(_table(policy, "algorithm"), "kl"))]
+    named += [(own, "teacher") for policy in policies if (own := _table(_table(policy, "algorithm"), "distill"))]
     named += [(critic, "model") for policy in policies if (critic := _table(policy, "critic"))]
     for table, key in named:
         value = table.get(key)

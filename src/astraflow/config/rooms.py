@@ -64,6 +64,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "reinforce_pp": "astraflow.dataflow.operators.credit.reinforce_pp:ReinforcePp",
         "per_call": "astraflow.dataflow.operators.credit.per_call:PerCall",
         "gae": "astraflow.dataflow.operators.credit.in_trainer:Gae",
+        "distill": "astraflow.dataflow.operators.credit.in_trainer:Distill",
     },
     "stages": {
         "ref_logprobs": "astraflow.stages.ref_logprobs:RefLogprobs",

@@ -52,6 +52,7 @@ class RunSection(Strict):
     steps: int = Field(ge=1, description="batches that every policy learns from, one version each")
     directory: str = Field("runs", description="parent of the run directory")
     checkpoint_every: int = Field(50, ge=1, description="steps between checkpoints; the last step always has one")
+    keep_checkpoints: int = Field(2, ge=0, description="newest checkpoints of a policy that stay; 0: all")
     description: str = ""
 
 
@@ -119,6 +120,13 @@ class KlSection(Strict):
         return self.estimator or ("k3" if self.place == "loss" else "k1")
 
 
+class DistillSection(Strict):
+    """algorithm.distill: credit for each token from a teacher's logprobs."""
+
+    teacher: str = Field(min_length=1, description="a model, or stage: the column of a stage")
+    coef: float = Field(1.0, gt=0, description="credit per nat")
+
+
 class AlgorithmSection(Strict):
     """algorithm: how credit becomes a gradient."""
 
@@ -132,6 +140,19 @@ class AlgorithmSection(Strict):
     entropy: float = Field(0.0, ge=0, description="bonus on the entropy of trained tokens, loss per nat")
     z_loss: float = Field(0.0, ge=0, description="penalty on the squared log normaliser of the logits")
     kl: Annotated[KlSection | None, BeforeValidator(_optional)] = None
+    distill: Annotated[DistillSection | None, BeforeValidator(_optional)] = None
+
+    @property
+    def penalty(self) -> KlSection | None:
+        """`kl`, or what `distill` comes to: the KL to the teacher, as a reward of each token."""
+        if self.distill is None:
+            return self.kl
+        return KlSection(coef=self.distill.coef, place="reward", estimator="k1", reference=self.distill.teacher)
+
+    @property
+    def reference_setting(self) -> str:
+        """Where the reference of `penalty` is named."""
+        return "kl.reference" if self.distill is None else "distill.teacher"
 
 
 class BatchSection(Strict):
@@ -201,6 +222,8 @@ class TrainerSection(Strict):
     """trainer: how the training process runs."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    ranks: int = Field(1, ge=1, description="processes that hold a part of the model each, on one host by the launcher")
     threads: int = Field(0, ge=0, description="intra-op threads; 0: cores divided by torch processes, at least 1")
     audit_trajectories: int = Field(
         4, ge=0, description="trajectories a step rescored under the exact versions that sampled them (logprob gap)"

@@ -81,25 +81,29 @@ def reference_stage(config: RunConfig, policy: str) -> str | None:
 
 
 def reference_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with [policies.<p>.algorithm.kl]; [stages] has no problems."""
+    """What is wrong with the references and teachers of [policies.<p>.algorithm]; [stages] has no problems."""
     for name, policy in config.policies.items():
-        kl, where = policy.algorithm.kl, f"policies.{name}.algorithm.kl"
+        kl, where = policy.algorithm.penalty, f"policies.{name}.algorithm"
         if kl is None:
             continue
         if kl.place == "loss" and kl.estimator == "k1":
             yield (
-                f"{where}.estimator='k1' has the same gradient in the loss whatever the reference is; use 'k2' or "
-                f"'k3', or set {where}.place to 'reward'"
+                f"{where}.kl.estimator='k1' has the same gradient in the loss whatever the reference is; use 'k2' or "
+                f"'k3', or set {where}.kl.place to 'reward'"
             )
-        stage = reference_stage(config, name)
+        stage, said = reference_stage(config, name), f"{where}.{policy.algorithm.reference_setting}={kl.reference!r}"
         if kl.reference == REFERENCE_STAGE and stage is None:
+            otherwise = (
+                "give a model: the trainer then scores it itself" if policy.algorithm.distill is not None
+                else "leave it out: the trainer then scores version 0 itself"
+            )  # fmt: skip
             yield (
-                f"{where}.reference={kl.reference!r} needs a stage that adds 'ref_logprobs' to rows of {name!r}; "
-                "add [stages.ref] with type = 'ref_logprobs', or leave it out: the trainer then scores version 0 itself"
+                f"{said} needs a stage that adds 'ref_logprobs' to rows of {name!r}; "
+                f"add [stages.ref] with type = 'ref_logprobs', or {otherwise}"
             )
         elif kl.reference not in ("", REFERENCE_STAGE) and stage is not None:
             yield (
-                f"{where}.reference={kl.reference!r} cannot be beside stages.{stage}, which adds 'ref_logprobs' to "
+                f"{said} cannot be beside stages.{stage}, which adds 'ref_logprobs' to "
                 f"rows of {name!r}; leave one of them out, or give the model as stages.{stage}.model"
             )
 

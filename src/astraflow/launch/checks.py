@@ -167,9 +167,9 @@ def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"policies.{name}.model", policy.model
         if policy.critic is not None and policy.critic.model:
             yield f"policies.{name}.critic.model", policy.critic.model
-        kl = policy.algorithm.kl
+        kl = policy.algorithm.penalty
         if kl is not None and kl.reference not in ("", REFERENCE_STAGE):
-            yield f"policies.{name}.algorithm.kl.reference", kl.reference
+            yield f"policies.{name}.algorithm.{policy.algorithm.reference_setting}", kl.reference
 
 
 def check_ports(config: RunConfig) -> None:

@@ -1,4 +1,5 @@
-"""The KL penalty of a policy: what is added to its loss or taken from its advantages, and the reference behind it.
+"""The KL penalty of a policy: what is added to its loss or taken from its advantages, and the reference behind it. A
+teacher to be imitated is one too.
 
 Where a stage adds `ref_logprobs` the reference is in the rows. Else it is scored here, in the trainer's own packs:
 
@@ -6,7 +7,8 @@ Where a stage adds `ref_logprobs` the reference is in the rows. Else it is score
 |---------------|-----------------------------------|----------------------------------------------------------------|
 | all weights   | version 0                         | a second model                                                 |
 | `lora`        | version 0                         | the adapter's tensors as they were; without a warm start zeros |
-| any           | `algorithm.kl.reference`, a model | a second model                                                 |
+| any           | `algorithm.kl.reference`, or      | a second model                                                 |
+|               | `algorithm.distill.teacher`       |                                                                |
 
 Nothing of it is in a checkpoint: all of it can be made again from the run file and the run directory.
 """
@@ -62,7 +64,8 @@ class KlPenalty:
     def __init__(
         self, section: KlSection, temperature: float, reference: Reference | None = None, to_go: bool = True
     ) -> None:
-        """`to_go` False: what the packs have as advantages are rewards of tokens, which a critic makes credit of."""
+        """`to_go` False: a token gets its own KL as credit and not that of the later ones: from a teacher, or where a
+        critic makes credit of it."""
         self.section, self.reference, self._temperature, self._to_go = section, reference, temperature, to_go
 
     def prepare(self, packs: list[Pack], scored: ScoreAll) -> list[Pack]:
@@ -71,6 +74,8 @@ class KlPenalty:
         As in REINFORCE++ (arXiv:2501.03262) the reward of a token is -coef times its KL, by the logprobs that it was
         sampled with, so its advantage falls by coef times the sum over it and the later trained tokens of its sequence.
         The mean of that over the batch is given back: a baseline, which leaves the expected gradient as it is.
+        Without `to_go` it falls by coef times the token's own KL: with k1, E[-A grad log pi] is then the gradient of
+        KL(pi, ref) at each context as it was sampled (arXiv:2306.13649 equation 3 with the reverse KL).
 
         Args: scored: what a way to score one of them gives for all of `packs`.
         Raises: TrainingError: a trained token has no finite reference logprob.
@@ -129,13 +134,14 @@ def load_reference(
     Raises: ModelError: it cannot be loaded, or reads other tokens than the policy.
     """
     section = config.policies[policy]
-    assert section.algorithm.kl is not None
-    name, warm = section.algorithm.kl.reference, section.warm_start is not None
+    assert section.algorithm.penalty is not None
+    name, warm = section.algorithm.penalty.reference, section.warm_start is not None
     if name:
+        setting = f"algorithm.{section.algorithm.reference_setting}"
         other = model_directory(name, cache_dir(), config.run.seed)
-        check_tokens("algorithm.kl.reference", name, other, directory)
+        check_tokens(setting, name, other, directory)
         frozen = load_model(other)
-        _check_rows(name, frozen, model)
+        _check_rows(setting, name, frozen, model)
     elif section.lora is not None:
         own = lora_tensors(model)
         if warm:
@@ -168,10 +174,10 @@ def check_tokens(setting: str, name: str, other: Path, policy: Path) -> None:
         )  # fmt: skip
 
 
-def _check_rows(name: str, reference: PreTrainedModel, policy: PreTrainedModel) -> None:
+def _check_rows(setting: str, name: str, reference: PreTrainedModel, policy: PreTrainedModel) -> None:
     theirs, ours = (m.get_output_embeddings().weight.shape[0] for m in (reference, policy))  # type: ignore[no-untyped-call]
     if theirs < ours:
         raise ModelError(
-            "algorithm.kl.reference", name, f"has logits for {theirs} tokens, the policy for {ours}",
+            setting, name, f"has logits for {theirs} tokens, the policy for {ours}",
             "use a model with the policy's vocabulary",
         )  # fmt: skip

@@ -1,5 +1,5 @@
 """Each loss finds the best answer of a two-token bandit, from data that are up to two updates old; so does PPO with a
-critic and several updates on a batch."""
+critic and several updates on a batch; a policy without rewards finds its teacher."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from astraflow.algorithms.aggregate import coefficients
 from astraflow.algorithms.corrections import Corrected, Mask, Reject, Truncate
 from astraflow.algorithms.gae import gae, value_losses
+from astraflow.algorithms.kl import kl_estimates
 from astraflow.algorithms.losses.cispo import Cispo
 from astraflow.algorithms.losses.contract import TrainedTokens
 from astraflow.algorithms.losses.decoupled_ppo import DecoupledPpo
@@ -93,3 +94,29 @@ def test_the_best_answer_is_found_with_a_critic(lam, clip):
     best = logits.softmax(-1)[torch.arange(2), REWARDS.argmax(1)]
     assert best.prod() > 0.8
     assert table[0].item() == pytest.approx(0.7, abs=0.15), "the critic knows what the best answer brings"
+
+
+@pytest.mark.parametrize(
+    "loss", [Reinforce(), PpoClip(), Corrected(Reinforce(), [Truncate()])], ids=lambda x: type(x).__name__
+)
+def test_a_teacher_is_imitated(loss):
+    generator = torch.Generator().manual_seed(0)
+    teacher = torch.randn(2, ARMS, generator=generator).log_softmax(-1)
+    logits = torch.zeros(2, ARMS, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.05)
+    distances = []
+    for update in range(150):
+        if update % EVERY == 0:
+            behavior = logits.detach().log_softmax(-1)
+        arms = torch.multinomial(behavior.exp(), PLAYS, replacement=True, generator=generator)
+        sampled = behavior.gather(1, arms).T.flatten()
+        tokens = TrainedTokens.of(
+            logits.log_softmax(-1).gather(1, arms).T.flatten(), sampled,
+            -kl_estimates(sampled, teacher.gather(1, arms).T.flatten(), "k1"), torch.full((PLAYS,), 2),
+        )  # fmt: skip
+        optimizer.zero_grad()
+        loss(tokens)[0].mean().backward()
+        optimizer.step()
+        own = logits.detach().log_softmax(-1)
+        distances.append((own.exp() * (own - teacher)).sum(-1).mean().item())
+    assert distances[0] > 0.1 > 0.02 > distances[-1]

@@ -76,3 +76,13 @@ def test_what_is_to_go_is_summed_to_the_end_of_each_sequence() -> None:
     estimates, sequences = np.array([1.0, 2.0, 4.0, -8.0, 16.0, 32.0]), np.array([0, 0, 0, 1, 2, 2])
     assert kl_to_go(estimates, sequences).tolist() == [7, 6, 4, -8, 48, 32]
     assert len(kl_to_go(estimates[:0], sequences[:0])) == 0
+
+
+def test_the_credit_of_a_teacher_gives_the_gradient_of_the_reverse_kl() -> None:
+    """E over x ~ pi of -A grad log pi, with A = log q - log pi of each token, is grad KL(pi, q)."""
+    logits, teacher = _categorical()
+    logprobs = logits.log_softmax(-1)
+    reverse = torch.autograd.grad((logprobs.exp() * (logprobs - teacher)).sum(), logits, retain_graph=True)[0]
+    credit = -kl_estimates(logprobs.detach(), teacher, "k1")
+    mean = torch.autograd.grad((logprobs.exp().detach() * (-credit * logprobs)).sum(), logits)[0]
+    torch.testing.assert_close(mean, reverse)

@@ -63,6 +63,20 @@ def test_a_reference_is_taken_from_beside_the_run_file(tmp_path: Path) -> None:
         assert kl is not None and kl.reference == expected
 
 
+def test_a_teacher_is_a_reference_too(tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    given = raw({})
+    algorithm = given["policies"]["actor"]["algorithm"] = {"distill": {"teacher": "large"}}
+    distill = check_run(given, "x", tmp_path).policies["actor"].algorithm.distill
+    assert distill is not None and distill.teacher == str(tmp_path / "large")
+    algorithm["distill"] = {"teacher": "stage"}
+    with pytest.raises(ConfigError, match=r"distill\.teacher='stage' needs a stage .*, or give a model: the trainer"):
+        check_run(given, "x")
+    algorithm["distill"] = {"teacher": str(tmp_path)}
+    (problem,) = model_problems(check_run(given, "x"))
+    assert problem.startswith(f"policies.actor.algorithm.distill.teacher={tmp_path} holds no config.json; ")
+
+
 def test_a_reference_that_is_no_model_is_found_before_the_start(tmp_path: Path) -> None:
     (problem,) = model_problems(check_run(raw({"reference": str(tmp_path)}), "x"))
     assert problem.startswith(f"policies.actor.algorithm.kl.reference={tmp_path} holds no config.json; ")

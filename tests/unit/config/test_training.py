@@ -29,6 +29,8 @@ def _problems(**policy):
         {"batch": {"episodes": 64, "minibatches": 32}},
         {"algorithm": {"anchor": "proximal", "loss": "gspo"}},
         {"algorithm": {"advantage": "gae"}, "critic": {}},
+        {"algorithm": {"advantage": "distill", "distill": {"teacher": "tiny-char"}}},
+        {"algorithm": {"distill": {"teacher": "tiny-char", "coef": 0.1}}},
     ],
 )
 def test_good_settings(policy):
@@ -45,6 +47,11 @@ def test_good_settings(policy):
         ({"algorithm": {"anchor": "proximal", "loss": "decoupled_ppo"}}, "anchor='proximal' takes away the weight"),
         ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage='gae' needs a critic; add policies.actor.critic"),
         ({"critic": {}}, "policies.actor.critic has no effect with policies.actor.algorithm.advantage='grpo'"),
+        ({"algorithm": {"advantage": "distill"}}, "advantage='distill' needs a teacher; add policies.actor.algorithm"),
+        (
+            {"algorithm": {"kl": {}, "distill": {"teacher": "tiny-char"}}},
+            "policies.actor.algorithm.kl cannot be beside policies.actor.algorithm.distill",
+        ),
         (
             {"algorithm": {"advantage": "gae", "mask_truncated": True}, "critic": {}},
             "mask_truncated=true cannot be with policies.actor.critic",

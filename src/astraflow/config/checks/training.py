@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from astraflow.config.schema import PolicySection, RunConfig
 
-GAE = "gae"
-"""The estimator whose advantages the trainer makes with a critic."""
+GAE, DISTILL = "gae", "distill"
+"""The estimators whose advantages the trainer makes, with a critic or a teacher."""
 
 
 def training_problems(config: RunConfig) -> list[str]:
@@ -13,7 +13,11 @@ def training_problems(config: RunConfig) -> list[str]:
     problems: list[str] = []
     for name, policy in config.policies.items():
         where = f"policies.{name}"
-        problems += [*_update_problems(where, policy), *_critic_problems(where, policy)]
+        problems += [
+            *_update_problems(where, policy),
+            *_critic_problems(where, policy),
+            *_distill_problems(where, policy),
+        ]
     return problems
 
 
@@ -48,5 +52,20 @@ def _critic_problems(where: str, policy: PolicySection) -> list[str]:
         problems.append(
             f"{where}.algorithm.mask_truncated=true cannot be with {where}.critic, which needs the whole of an episode "
             "to say what a token is worth; use the operators overlong_penalty or length_filter"
+        )
+    return problems
+
+
+def _distill_problems(where: str, policy: PolicySection) -> list[str]:
+    problems, algorithm = [], policy.algorithm
+    if algorithm.advantage.type == DISTILL and algorithm.distill is None:
+        problems.append(
+            f"{where}.algorithm.advantage={DISTILL!r} needs a teacher; add {where}.algorithm.distill with a model as "
+            "teacher"
+        )
+    if algorithm.distill is not None and algorithm.kl is not None:
+        problems.append(
+            f"{where}.algorithm.kl cannot be beside {where}.algorithm.distill: the teacher is what the policy is kept "
+            "near; leave one of them out"
         )
     return problems

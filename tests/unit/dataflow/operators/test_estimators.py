@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from astraflow.config import rooms
 from astraflow.contracts import Operator
-from astraflow.dataflow.operators.credit.in_trainer import Gae
+from astraflow.dataflow.operators.credit.in_trainer import Distill, Gae
 from astraflow.dataflow.operators.credit.per_call import PerCall
 from astraflow.dataflow.operators.credit.reinforce_pp import ReinforcePp
 from astraflow.dataflow.operators.credit.relative import DrGrpo, Grpo, Rloo
@@ -36,7 +36,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("per_call", {"gamma": 0.9, "normalize": True}),
     ("per_call", {"baseline": "group"}),
 ]
-IN_TRAINER = {"gae"}  # make no advantages here
+IN_TRAINER = {"gae", "distill"}  # make no advantages here
 IDS = [f"{name} {options}" for name, options in SETTINGS]
 
 
@@ -216,10 +216,16 @@ def test_gae_hands_the_rewards_of_calls_on() -> None:
     assert isinstance(result, Group) and result.call_advantages == [(0.0, 2.25), (0.0, 0.0, 1.0), ()]
 
 
-def test_equal_siblings_are_kept_for_a_critic() -> None:
-    own = chain(ZeroVariance(), advantage=Gae())
+@pytest.mark.parametrize("make", [Gae, Distill])
+def test_equal_siblings_are_kept_for_a_critic_or_a_teacher(make: Callable[[], Operator]) -> None:
+    own = chain(ZeroVariance(), advantage=make())
     assert isinstance(own.on_group(group([1.0, 1.0])), Group)
-    check_operator(Gae, [group([1.0, 0.0, None]), group([0.5], row=1)])
+    check_operator(make, [group([1.0, 0.0, None]), group([0.5], row=1)])
+
+
+def test_for_a_teacher_rewards_are_no_credit() -> None:
+    result = chain(advantage=Distill()).on_group(group([1.0, 0.5]))
+    assert isinstance(result, Group) and result.advantages == [0.0, 0.0] and result.rewards == [1.0, 0.5]
 
 
 @pytest.mark.parametrize(

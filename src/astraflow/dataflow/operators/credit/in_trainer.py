@@ -1,4 +1,4 @@
-"""Estimators whose advantages the trainer makes, as only it knows what they need: the values of a critic."""
+"""Estimators whose advantages the trainer makes, as only it knows what they need: values of a critic, or a teacher."""
 
 from __future__ import annotations
 
@@ -36,3 +36,20 @@ class Gae(Operator):
         calls = list(group.rewards_per_call[k]) or [0.0] * count
         calls[-1] += self._outcome * reward
         return tuple(calls)
+
+
+class Distill(Operator):
+    """Advantages of 0: all credit comes from the teacher of `algorithm.distill`, in the trainer.
+
+    Rewards are shown but not learnt from; siblings are not compared.
+    Source: on-policy distillation, arXiv:2306.13649.
+    """
+
+    phase = "credit"
+
+    def on_group(self, group: Group) -> Group | str:
+        group.advantages = [0.0] * len(group.rewards)
+        return group
+
+    def sees_difference(self, group: Group, min_std: float) -> bool:
+        return True
