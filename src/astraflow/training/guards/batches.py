@@ -18,7 +18,7 @@ from astraflow.models.scoring.packing import TokenRows
 from astraflow.training.step import StepCounts
 
 SKIPPED = "skipped_batches"  # folder of a run
-MAX_KEPT = 10  # of one policy and rank
+MAX_KEPT = 10  # of one policy
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +52,15 @@ def check_rows(rows: TokenRows, model: PreTrainedModel) -> None:
 
 
 @contextlib.contextmanager
-def keeping_skipped(folder: Path, table: pa.Table, counts: StepCounts, rank: int = 0) -> Iterator[None]:
-    """Around a step: when it skips an update, the batch is written to `folder` as Parquet."""
+def keeping_skipped(folder: Path | None, table: pa.Table, counts: StepCounts) -> Iterator[None]:
+    """Around a step: when it skips an update, the batch is written to `folder` (None: another rank does it) as
+    Parquet."""
     before, step = counts.skipped, counts.step + 1
     try:
         yield
     finally:
-        if counts.skipped > before:
-            _keep(folder, table, step, rank)
+        if counts.skipped > before and folder is not None:
+            _keep(folder, table, step)
 
 
 def _worst(token_ids: np.ndarray, size: int) -> int:
@@ -67,8 +68,8 @@ def _worst(token_ids: np.ndarray, size: int) -> int:
     return low if low < 0 else high
 
 
-def _keep(folder: Path, table: pa.Table, step: int, rank: int) -> None:
-    path = folder / (f"step-{step:06d}.parquet" if not rank else f"step-{step:06d}-rank{rank}.parquet")
+def _keep(folder: Path, table: pa.Table, step: int) -> None:
+    path = folder / f"step-{step:06d}.parquet"
     why = _not_finite(table) or "the batch itself is finite: look at policy/ratio_max, grad_norm and the weights"
     try:
         folder.mkdir(parents=True, exist_ok=True)
