@@ -156,7 +156,7 @@ class WeightClient:
     ) -> R:
         """What `attempt(url, leave)` gives for the first store where it works; None: not from here. `leave`: others
         were not tried yet, so the store may be left because it is slow; when all failed it is asked once more."""
-        waiting, slow, since = deque(self._candidates(wanted.policy, urls)), set[str](), math.inf
+        waiting, slow, since = deque(self._candidates(wanted.policy, urls)), dict[str, SlowStore](), math.inf
         silent = {url for url in waiting if self._chooser.is_broken(url)}  # the last of them
         while waiting and time.monotonic() - since < FAILING_S:
             url = waiting.popleft()
@@ -167,7 +167,7 @@ class WeightClient:
                 self._note_failure(wanted.policy, url)
                 _log_left(wanted, url, error)
                 if isinstance(error, SlowStore):
-                    slow.add(url)
+                    slow[url] = error
                     at = next((at for at, other in enumerate(waiting) if other in silent), len(waiting))
                     waiting.insert(at, url)
                 else:
@@ -179,7 +179,7 @@ class WeightClient:
                     sweep(self._spool, LEFT_S)
                 return found
             failures.append((url, _elsewhere(url)))
-        failures += [(url, _not_asked(url)) for url in waiting]
+        failures += [(url, slow.get(url) or _not_asked(url)) for url in waiting]
         for _, failure in failures:
             if isinstance(failure, Unauthorized | ProtocolMismatch):
                 raise failure
@@ -326,7 +326,7 @@ def _log_left(wanted: WeightVersion, url: str, error: BaseException) -> None:
 
 
 def _not_asked(url: str) -> WeightError:
-    rule = f"was not asked (any more), as stores had failed for {FAILING_S:g} s"
+    rule = f"was not asked, as stores had failed for {FAILING_S:g} s"
     return WeightError("store", masked_url(url), rule, "check the connection")
 
 

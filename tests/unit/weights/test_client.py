@@ -44,6 +44,8 @@ class Faults:
         self.flip: list[bool] = []  # each part request in turn: damage a byte
         self.lies: dict[str, bytes] = {}  # end of a path -> answered instead
         self.trickles = 0  # part requests that get a few bytes now and then
+        self.drips = ""  # end of a path -> answered a byte at a time, 20 in a second
+        self.knows_ranges = True
         self.ranges: list[str | None] = []
         self.requests: list[str] = []
 
@@ -73,13 +75,20 @@ def faulty(faults: Faults) -> Iterator[str]:
             if path.suffix == ".safetensors":
                 asked = self.headers.get("range")
                 faults.ranges.append(asked)
-                start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
+                start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and faults.knows_ranges else 0
                 if faults.flip and faults.flip.pop(0):
                     content = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
             body = content[start:]
             self.send_response(206 if start else 200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
+            if faults.drips and self.path.endswith(faults.drips):
+                self.close_connection = True
+                with suppress(OSError):
+                    for at in range(len(body)):
+                        self.wfile.write(body[at : at + 1])
+                        gone.wait(0.05)
+                return
             if path.suffix == ".safetensors" and faults.trickles:
                 faults.trickles -= 1
                 self.close_connection = True
@@ -362,6 +371,29 @@ def test_a_store_that_trickles_is_left_while_others_were_not_tried(
         assert same_bits(client.fetch(WeightVersion("actor", 3, (slow_url,))).tensors, make_tensors())
         assert len(slow.ranges) == 1, "alone it may be as slow as it is"
     client.close()
+
+
+@pytest.mark.parametrize("drips", [MANIFEST, "model.safetensors"])
+def test_a_store_that_drips_is_given_up_though_each_byte_is_progress(published: FileStore, drips: str) -> None:
+    client, faults = WeightClient(timeout_s=0.2, give_up_s=0.1), Faults(published.directory)
+    faults.drips = drips
+    with faulty(faults) as url, pytest.raises(WeightError, match=r"bytes comes with fewer than 250 bytes/s in 1 s"):
+        client.fetch(WeightVersion("actor", 3, (url,)))
+    client.close()
+
+
+def test_a_server_that_knows_no_ranges_makes_no_progress_by_beginning_again(
+    published: FileStore, client: WeightClient
+) -> None:
+    faults = Faults(published.directory)
+    faults.knows_ranges = False
+    faults.cut_at = [300, 700, 500, 300, 500]
+    with faulty(faults) as url:
+        assert same_bits(client.fetch(WeightVersion("actor", 3, (url,))).tensors, make_tensors())
+        faults.cut_at, faults.ranges = [300, 700] + [500, 300] * 50, []
+        with pytest.raises(WeightError, match="no byte came in 4 tries"):
+            client.fetch(WeightVersion("actor", 3, (url,)))
+    assert len(faults.ranges) == 6
 
 
 def test_the_error_names_every_store(published: FileStore, client: WeightClient, tmp_path: Path) -> None:

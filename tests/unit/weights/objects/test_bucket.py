@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 
 from astraflow.errors import WeightError
+from astraflow.weights.objects import bucket as bucket_module
 from astraflow.weights.objects.bucket import Bucket, MissingObject, package_problem
 
 
@@ -75,6 +81,58 @@ def test_a_store_that_does_not_answer_is_an_error_of_ours(tmp_path: Path) -> Non
         bucket.put("x", b"")
     with pytest.raises(WeightError, match="could not be written"):
         bucket.put_file("7/x", tmp_path / "file")
+
+
+class Hanging(AsyncFileSystem):  # type: ignore[misc]
+    """Takes every request and never answers; its library would try for ever."""
+
+    protocol = "hanging"
+    ended = 0
+
+    async def _hang(self, *words: Any, **options: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            Hanging.ended += 1
+
+    _cat_file = _pipe_file = _put_file = _cp_file = _rm_file = _rm = _find = _makedirs = _hang
+
+
+ASKED: dict[str, Callable[[Bucket], object]] = {
+    "get": lambda bucket: bucket.get("x"),
+    "put": lambda bucket: bucket.put("x", b""),
+    "put_file": lambda bucket: bucket.put_file("x", Path(__file__)),
+    "copy": lambda bucket: bucket.copy("x", "y"),
+    "remove": lambda bucket: bucket.remove("x"),
+    "remove_folder": lambda bucket: bucket.remove_folder("x"),
+    "names": lambda bucket: bucket.names(),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_a_store_does_not_answer_in_time_is_cancelled(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    fsspec.register_implementation("hanging", Hanging, clobber=True)
+    monkeypatch.setattr(bucket_module, "ANSWER_S", 0.05)
+    monkeypatch.setattr(bucket_module, "_UPLOAD_BYTES_PER_S", 1e6)
+    bucket, before = Bucket("hanging://bucket/actor"), Hanging.ended
+    with pytest.raises(WeightError, match=r"object=hanging://bucket/actor\S* could not be .*; 0.05 s are allowed"):
+        ASKED[asked](bucket)
+    assert Hanging.ended == before + 1, "nothing goes on in its loop"
+
+
+def test_of_several_ranges_those_that_came_in_time_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Partly(Hanging):
+        async def _cat_file(self, path: str, start: int, end: int) -> bytes:
+            if start == 1:
+                await self._hang()
+            return bytes(range(start, end))
+
+    fsspec.register_implementation("hanging", Partly, clobber=True)
+    monkeypatch.setattr(bucket_module, "ANSWER_S", 0.05)
+    before = Hanging.ended
+    first, second, third = Bucket("hanging://bucket/actor").ranges("x", [(0, 1), (1, 2), (2, 3)])
+    assert (first, third) == (b"\0", b"\2") and "0.05 s are allowed" in str(second)
+    assert Hanging.ended == before + 1, "what did not come in time is not read on"
 
 
 @pytest.mark.skipif(

@@ -162,6 +162,34 @@ def test_a_read_that_is_cut_goes_on_where_it_ended_in_the_next_process_too(
     assert list((tmp_path / "spool").iterdir()) == []
 
 
+def test_requests_are_as_large_as_the_link_answers_in_time(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("MIN_CHUNK_BYTES", 500), ("FIRST_CHUNK_BYTES", 1000), ("CHUNK_BYTES", 4000)):
+        monkeypatch.setattr(reader_module, name, size)
+    monkeypatch.setattr(reader_module, "_PAUSE_S", 0.0)
+    asked, fails, whole = list[tuple[int, int]](), {4, 5}, Bucket.ranges
+
+    def limited(self: Bucket, name: str, spans: list[tuple[int, int]]) -> list[bytes | WeightError]:
+        asked.append((len(spans), spans[0][1] - spans[0][0]))
+        return [WeightError("object", name, "a", "b")] if len(asked) in fails else whole(self, name, spans)
+
+    monkeypatch.setattr(Bucket, "ranges", limited)
+    reader = place.reader()
+    part = reader.manifest(0).parts[0]
+    content = reader.read(0, part)
+    assert asked[:9] == [
+        (4, 1000),
+        (4, 2000),
+        (4, 4000),
+        (4, 4000),
+        (4, 500),
+        (4, 500),
+        (4, 1000),
+        (4, 2000),
+        (4, 4000),
+    ]
+    assert bytes(content) == (place.source.directory / "0" / part.name).read_bytes()
+
+
 def test_a_damaged_or_cut_part_is_never_used(place: Place) -> None:
     name = next(name for name in place.bucket.names("1") if "delta" in name)
     content = bytearray(place.bucket.get(name))

@@ -1,0 +1,295 @@
+"""However a link or a store stalls, and whatever is asked for just then, a fetch ends within 600 s with the limits that
+runs have. The real readers, over sockets and an object store that only turn a clock."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+import msgspec
+import pytest
+from fsspec.asyn import get_loop
+from fsspec.exceptions import FSTimeoutError
+
+from astraflow.errors import WeightError
+from astraflow.types import WeightVersion
+from astraflow.weights import client as client_module
+from astraflow.weights.app import Listing
+from astraflow.weights.client import ANNOUNCED_WAIT_S, WeightClient
+from astraflow.weights.fetch.pace import MIN_BYTES_PER_S, Pace, SlowStore
+from astraflow.weights.objects.bucket import ANSWER_S
+from astraflow.weights.objects.layout import INDEX, Index
+from astraflow.weights.store import FileStore
+from astraflow.wire import client as wire_client
+from astraflow.wire import connection
+from published import publish
+
+LIMIT_S = 600.0
+OBJECTS = "memory://bucket/run/actor?objects=id"
+
+
+class Clock:
+    """Turned by whoever waits."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float | None) -> None:
+        assert seconds is not None and seconds >= 0, "every wait has an end"
+        self.now += seconds
+
+
+class Event:
+    """A `threading.Event` that nobody sets."""
+
+    clock: Clock
+
+    def wait(self, seconds: float | None = None) -> bool:
+        self.clock.wait(seconds)
+        return False
+
+    def set(self) -> None: ...
+
+
+class Stall:
+    """From the first request on whose path has `at`: nothing passes any more anywhere ("link"), or only such
+    requests hang. `how`: "silent", "half" an answer and then nothing, or "trickle": one byte now and then."""
+
+    def __init__(self, clock: Clock, at: str, how: str, link: bool) -> None:
+        self.clock, self.at, self.how, self.link = clock, at, how, link
+        self.begun: float | None = None
+
+    def holds(self, path: str) -> bool:
+        hit = re.search(self.at, path.partition("?")[0]) is not None
+        if hit and self.begun is None:
+            self.begun = self.clock.now
+        return hit or (self.link and self.begun is not None)
+
+    @property
+    def over_all(self) -> bool:
+        return self.link and self.begun is not None
+
+
+class Wire:
+    """A connection to a server of the versions of `store`."""
+
+    def __init__(self, store: FileStore, stall: Stall, timeout_s: float) -> None:
+        self._store, self._stall, self._timeout_s = store, stall, timeout_s
+        if stall.over_all:
+            self._out_of_time()
+        self._coming, self._held = b"", b""
+
+    def settimeout(self, seconds: float) -> None:
+        self._timeout_s = seconds
+
+    def sendmsg(self, pieces: list[memoryview]) -> int:
+        request = b"".join(pieces).decode()
+        path = request.split(" ")[1]
+        body = self._body(path)
+        head = f"HTTP/1.1 {'200 OK' if body is not None else '404 x'}\r\ncontent-length: {len(body or b'')}\r\n\r\n"
+        self._coming, self._held = head.encode() + (body or b""), b""
+        if self._stall.holds(path):
+            some = {"silent": 0, "half": len(self._coming) - len(body or b"") // 2, "trickle": 0}[self._stall.how]
+            self._coming, self._held = self._coming[:some], self._coming[some:]
+        return sum(map(len, pieces))
+
+    def recv(self, most: int) -> bytes:
+        if not self._coming and self._stall.how == "trickle" and self._held:
+            self._stall.clock.wait(self._timeout_s - 1.0)
+            self._coming, self._held = self._held[:1], self._held[1:]
+        if not self._coming:
+            self._out_of_time()
+        came, self._coming = self._coming[:most], self._coming[most:]
+        return came
+
+    def recv_into(self, target: memoryview, most: int) -> int:
+        came = self.recv(most)
+        target[: len(came)] = came
+        return len(came)
+
+    def setsockopt(self, *words: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _out_of_time(self) -> None:
+        self._stall.clock.wait(self._timeout_s)
+        raise TimeoutError("timed out")
+
+    def _body(self, path: str) -> bytes | None:
+        parts = path.partition("?")[0].split("/")[3:]
+        if path == "/health":
+            return b"{}"
+        if "/delta?base=" in path:
+            return msgspec.json.encode(self._store.merged(int(parts[0]), int(path.rpartition("=")[2])))
+        if not parts:
+            infos = self._store.infos()
+            return msgspec.json.encode(Listing("actor", max(infos), list(infos.values())))
+        file = self._store.directory.joinpath(*parts)
+        return file.read_bytes() if file.is_file() else None
+
+
+class Objects:
+    """An fsspec file system, asynchronous as those of clouds are, with the versions of `store`."""
+
+    async_impl = True
+
+    def __init__(self, store: FileStore, stall: Stall) -> None:
+        self._store, self._stall, self.loop = store, stall, get_loop()
+
+    def cat_file(self, path: str, start: int, end: int, timeout: float) -> bytes:
+        self._pass(path, timeout)
+        if path.endswith(INDEX):
+            return msgspec.json.encode(Index("id", tuple(self._store.infos().values())))
+        try:
+            return (self._store.directory / path.partition("actor/")[2]).read_bytes()[start:end]
+        except OSError as error:
+            raise FileNotFoundError(path) from error
+
+    async def _cat_file(self, path: str, start: int, end: int) -> bytes:
+        return self.cat_file(path, start, end, ANSWER_S)
+
+    def pipe_file(self, path: str, content: bytes, timeout: float) -> None:
+        self._pass(path, timeout)
+
+    def rm_file(self, path: str, timeout: float) -> None:
+        self._pass(path, timeout)
+
+    def _pass(self, path: str, timeout: float) -> None:
+        if self._stall.holds(path):
+            self._stall.clock.wait(timeout)
+            raise FSTimeoutError
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(Event, "clock", clock, raising=False)
+    monkeypatch.setattr(time, "monotonic", clock)
+    for module in (client_module, wire_client):
+        monkeypatch.setattr(module, "threading", SimpleNamespace(Event=Event, Lock=threading.Lock))
+    return clock
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> FileStore:
+    """Full: version 0, changes: 1 to 3."""
+    place = tmp_path_factory.mktemp("source")
+    (place / "config.json").write_text('{"a": 1}')
+    made = FileStore(place / "weights", "actor", full_every=50)
+    publish(made, range(4), (place / "config.json",))
+    return made
+
+
+@pytest.fixture
+def stalled(source: FileStore, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stall]]:
+    def begin(at: str, how: str, link: bool) -> Stall:
+        stall = Stall(clock, at, how, link)
+        sockets = SimpleNamespace(
+            create_connection=lambda address, timeout_s: Wire(source, stall, timeout_s), IPPROTO_TCP=0, TCP_NODELAY=0
+        )
+        monkeypatch.setattr(connection, "socket", sockets)
+        monkeypatch.setattr(connection.Connection, "stale", property(lambda self: stall.over_all))
+        monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **o: (Objects(source, stall), urlsplit(url).path))
+        return stall
+
+    yield begin
+
+
+def urls_of(servers: int, objects: int) -> tuple[str, ...]:
+    return (*(f"http://h{i}:80/weights/actor" for i in range(servers)), *[OBJECTS] * objects)
+
+
+REQUESTS = {
+    "the manifest": "/3/manifest.json",
+    "the listing": "/actor$|index.json",
+    "a manifest on the way": "/0/manifest.json",
+    "the merged delta, a lease": "/delta$|/readers/",
+    "a part": ".bin$",
+    "a file": "config.json",
+}
+
+
+@pytest.mark.parametrize("stores", [(1, 0), (0, 1), (1, 1), (3, 1), (8, 0)], ids=str)
+@pytest.mark.parametrize("how", ["silent", "half", "trickle"])
+@pytest.mark.parametrize("link", [True, False], ids=["the link", "those requests"])
+@pytest.mark.parametrize("at", REQUESTS)
+def test_a_fetch_that_stalls_ends_in_time(
+    source: FileStore, clock: Clock, stalled: Callable[..., Stall], stores: tuple[int, int], how: str, link: bool,
+    at: str,
+) -> None:  # fmt: skip
+    held = None
+    if at != "a manifest on the way":
+        held = WeightClient().fetch(WeightVersion("actor", 1, (source.url,)))
+    client = WeightClient(wait_s=ANNOUNCED_WAIT_S)
+    stall, error = stalled(REQUESTS[at], how, link), ""
+    try:
+        client.fetch(WeightVersion("actor", 3, urls_of(*stores)), held)
+    except WeightError as failure:
+        error = str(failure)
+    assert stall.begun is not None, "nothing was asked for there"
+    assert 0 < clock.now - stall.begun < LIMIT_S
+    if at == "the merged delta, a lease" and not link and stores[1]:
+        assert not error, "an object store merges nothing, and can be read without a lease"
+        return
+    assert "could not be fetched from any store" in error
+    assert any(words in error for words in ("no byte came", "gave no answer", "bytes/s", "are allowed")), error
+    assert all(url.partition("?")[0] in error for url in urls_of(*stores)), error
+
+
+@pytest.mark.parametrize("how", ["silent", "half", "trickle"])
+@pytest.mark.parametrize("at", ["the manifest", "the listing", "a part"])
+def test_a_relay_that_copies_ends_in_time(
+    source: FileStore, clock: Clock, stalled: Callable[..., Stall], tmp_path: Path, how: str, at: str
+) -> None:
+    store = FileStore(tmp_path, "actor", durable=False)
+    stalled("nothing of this", how, True)
+    WeightClient().copy(WeightVersion("actor", 1, urls_of(1, 1)), store)
+    stall = stalled(REQUESTS[at], how, True)
+    with pytest.raises(WeightError, match="could not be fetched from any store"):
+        WeightClient(wait_s=ANNOUNCED_WAIT_S).copy(WeightVersion("actor", 3, urls_of(2, 1)), store, lambda: None)
+    assert stall.begun is not None and clock.now - stall.begun < LIMIT_S
+
+
+def test_a_slow_link_is_served_and_a_trickle_is_not(clock: Clock) -> None:
+    slow = Pace("part a", 30.0)
+    for _ in range(3600):
+        clock.wait(1.0)
+        slow.came(1000)
+    with pytest.raises(WeightError, match=r"part a=36\d+ bytes comes with fewer than 250 bytes/s in 150 s; check"):
+        for _ in range(301):  # whatever came before
+            clock.wait(1.0)
+            slow.came(int(MIN_BYTES_PER_S) - 1)
+
+
+def test_another_store_is_tried_after_one_limit(clock: Clock) -> None:
+    pace = Pace("part a", 30.0, leave=True)
+    pace.look()
+    clock.wait(29.0)
+    pace.came(9999)
+    clock.wait(1.0)
+    with pytest.raises(SlowStore, match="another store is there"):
+        pace.look()
+
+
+def test_the_time_until_the_first_byte_is_no_measure(clock: Clock) -> None:
+    """A store may let us wait for a version."""
+    pace = Pace("answer", 30.0, leave=True)
+    clock.wait(3600.0)
+    pace.came(1)
+
+
+def test_more_bytes_than_a_document_has_are_refused(clock: Clock) -> None:
+    pace = Pace("answer", 30.0, most=1000)
+    pace.came(1000)
+    with pytest.raises(WeightError, match="answer=1001 bytes must have 1000 at most"):
+        pace.came(1)
