@@ -17,6 +17,7 @@ from astraflow.wire.patience import Patience, is_away
 R = TypeVar("R")
 log = logging.getLogger("astraflow.node")
 MAX_EPISODES = 256  # of one request
+_APART_S = 0.1  # requests are at least so far apart: one costs the service as much as some thirty episodes
 _PAUSE_S = 0.5
 
 
@@ -74,10 +75,14 @@ class Committer:
 
     async def run(self) -> None:
         """Background task. Raises: WireError: the service refused a whole request, or cannot be reached any more."""
+        sent = 0.0
         while True:
             while not self._pending:
                 self._changed.clear()
                 await self._changed.wait()
+            if len(self._pending) < MAX_EPISODES:
+                await asyncio.sleep(sent + _APART_S - time.monotonic())
+            sent = time.monotonic()
             batch, self._pending = self._pending[:MAX_EPISODES], self._pending[MAX_EPISODES:]
             self._num_sending = len(batch)
             for result in (await self.reach.ask("commit", lambda: self._commit(batch))).values():  # noqa: B023

@@ -20,7 +20,7 @@ from astraflow.dataflow.machine.commands import Cancel, CommitEpisodes, Event, R
 from astraflow.dataflow.machine.evaluation import Evaluation, version_of
 from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.records import EpisodeCommit, NodeState, OpenGroup, split_id
-from astraflow.types import EpisodeLease, Task, WeightVersion
+from astraflow.types import EpisodeLease, Sampling, Task, WeightVersion
 from astraflow.wire import messages
 
 MAX_PER_REQUEST = 1024
@@ -83,7 +83,7 @@ class Leases:
         """Up to `n` episodes; a repeated request gets those of its first time that the node still holds."""
         node = self.node(node_id)
         if request_id == node.last_request:
-            return [self._lease(e) for e in node.last_leases if e in node.held]
+            return self._leases([e for e in node.last_leases if e in node.held])
         picked = self._pick(min(n, MAX_PER_REQUEST))
         if not picked:
             return []
@@ -95,7 +95,7 @@ class Leases:
             node.held[episode_id] = group.attempts[k]
             given.append(episode_id)
         node.last_request, node.last_leases = request_id, given
-        return [self._lease(e) for e in given]
+        return self._leases(given)
 
     def _pick(self, n: int) -> list[tuple[OpenGroup, int]]:
         """Evaluation first, at most half of a reply while there is training work."""
@@ -138,27 +138,37 @@ class Leases:
             picked.append((state.groups[group_id], k))
         return picked
 
-    def _lease(self, episode_id: str) -> EpisodeLease:
-        context, (group_id, k) = self._context, split_id(episode_id)
-        group = context.state.groups[group_id]
+    def _leases(self, episode_ids: Iterable[str]) -> list[EpisodeLease]:
+        plan, groups = self._context.plan, self._context.state.groups
+        known: dict[str, tuple[Task, dict[str, int], dict[str, Sampling]]] = {}  # siblings have it in common
+        leases = []
+        for episode_id in episode_ids:
+            group_id, k = split_id(episode_id)
+            group = groups[group_id]
+            if group_id not in known:
+                known[group_id] = (
+                    Task(group.source, group.row, group.epoch, self._context.fields(group.source, group.row)),
+                    self._min_versions(group),
+                    {name: of_policy.sampling[group.purpose] for name, of_policy in plan.policies.items()},
+                )
+            task, oldest, sampling = known[group_id]
+            leases.append(
+                EpisodeLease(
+                    episode_id=episode_id, group_id=group_id, attempt=group.attempts[k], task=task,
+                    purpose=group.purpose, timeout_s=plan.timeout_s, min_versions=oldest, sampling=sampling,
+                )
+            )  # fmt: skip
+        return leases
+
+    def _min_versions(self, group: OpenGroup) -> dict[str, int]:
+        """The oldest version of each policy that may play episodes of `group`."""
+        context = self._context
         if group.purpose == "eval":
-            version = version_of(group_id)
-            oldest = dict.fromkeys(context.plan.policies, version)
-        else:
-            oldest = {
-                name: max(0, context.state.policies[name].latest - plan.max_staleness)
-                for name, plan in context.plan.policies.items()
-            }
-        return EpisodeLease(
-            episode_id=episode_id,
-            group_id=group_id,
-            attempt=group.attempts[k],
-            task=Task(group.source, group.row, group.epoch, context.fields(group.source, group.row)),
-            purpose=group.purpose,
-            timeout_s=context.plan.timeout_s,
-            min_versions=oldest,
-            sampling={name: plan.sampling[group.purpose] for name, plan in context.plan.policies.items()},
-        )
+            return dict.fromkeys(context.plan.policies, version_of(group.group_id))
+        return {
+            name: max(0, context.state.policies[name].latest - plan.max_staleness)
+            for name, plan in context.plan.policies.items()
+        }
 
     def commit(self, command: CommitEpisodes) -> dict[str, str]:
         """Per episode: "accepted", "duplicate", or "refused: <why>". Each is atomic on its own."""

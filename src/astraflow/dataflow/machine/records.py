@@ -14,6 +14,7 @@ collector (they hold no cycles), which would else walk through all of them again
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -26,7 +27,12 @@ _SIBLING = re.compile(r"0|[1-9][0-9]{0,8}")
 def split_id(name: str) -> tuple[str, int]:
     """ "<group>/<sibling>" -> group, sibling. -1: not a number as this service writes it, so nothing has this name."""
     group, _, sibling = name.rpartition("/")
-    return group, int(sibling) if _SIBLING.fullmatch(sibling) else -1
+    return group, _number(sibling)
+
+
+@lru_cache(1 << 12)
+def _number(sibling: str) -> int:
+    return int(sibling) if _SIBLING.fullmatch(sibling) else -1
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, gc=False):

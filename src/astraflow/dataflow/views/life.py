@@ -4,7 +4,7 @@
 |-----------|---------------------------------------------------------------------------------|
 | skipped   | operator (of its source; never admitted)                                        |
 | admitted  | policies, purpose                                                               |
-| leased    | episode, attempt, node                                                          |
+| leased    | episodes that one request got, attempt, node                                    |
 | lost      | episode, attempt, node, why (given back, silent, training is over)              |
 | committed | episode, attempt, node, reward per policy, tokens, error                        |
 | refused   | episode, attempt, node, why                                                     |
@@ -19,12 +19,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 from astraflow.dataflow.journal.history import Life, Moment
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.records import split_id
 from astraflow.dataflow.state import Applied, Machine
+from astraflow.types import EpisodeLease
 
 Found = tuple[str, str, dict[str, Any]]
 _ENDS = ("trained", "dropped")
@@ -61,14 +63,17 @@ def moments_of(command: c.Command, applied: Applied, machine: Machine) -> Iterat
             yield from _batch("trained", command.policy, command.ack.version, machine)
 
 
-def _leased(command: c.LeaseEpisodes, leases: Iterable[Any], machine: Machine) -> Iterator[Found]:
-    for lease in leases:
-        k = split_id(lease.episode_id)[1]
-        if k == 0 and lease.attempt == 1:
-            account = machine.state.tasks.get(lease.group_id)
+def _leased(command: c.LeaseEpisodes, leases: Iterable[EpisodeLease], machine: Machine) -> Iterator[Found]:
+    for (group_id, attempt), siblings in groupby(leases, lambda lease: (lease.group_id, lease.attempt)):
+        episodes, purpose = [], ""
+        for lease in siblings:
+            episodes.append(split_id(lease.episode_id)[1])
+            purpose = lease.purpose
+        if episodes[0] == 0 and attempt == 1:
+            account = machine.state.tasks.get(group_id)
             policies = list(account.open_policies) if account is not None else []
-            yield lease.group_id, "admitted", {"policies": policies, "purpose": lease.purpose}
-        yield lease.group_id, "leased", {"episode": k, "attempt": lease.attempt, "node": command.node_id}
+            yield group_id, "admitted", {"policies": policies, "purpose": purpose}
+        yield group_id, "leased", {"episodes": episodes, "attempt": attempt, "node": command.node_id}
 
 
 def _committed(command: c.CommitEpisodes, answers: dict[str, str]) -> Iterator[Found]:

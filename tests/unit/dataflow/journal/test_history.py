@@ -86,10 +86,11 @@ def test_the_life_of_a_task_survives_snapshots_kills_and_is_read_while_the_servi
         Shell(CONFIG, directory, sources()).close()
         life = read_life(directory / "dataflow" / "history", tasks[0])
         seen = whats(life)
-        assert seen[0] == "admitted" and seen.count("leased") == 3 and seen.count("committed") == 2
+        assert seen[0] == "admitted" and seen.count("leased") == 2 and seen.count("committed") == 2
         after = ["judged", "columns", "columns", "queued", "batch", "trained"]
         assert [x for x in seen if x in after] == after
         text = "\n".join(life_lines(life))
+        assert "leased    episodes=0,1 attempt=1 node=n" in text and "leased    episodes=0 attempt=2 node=n" in text
         assert "lost      episode=0 attempt=1 node=n why=silent" in text
         assert "reward=actor:1" in text and "stage=echo" in text
         assert text.endswith("trained by actor in step 1")

@@ -5,7 +5,6 @@ No per-token Python, and as few passes over the tokens as possible: this runs in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from astraflow.dataflow.storage.commits.branches import check_branches
 from astraflow.dataflow.storage.commits.owners import check_owners, check_sizes
 from astraflow.dataflow.storage.commits.token_facts import token_facts
 from astraflow.errors import SchemaError
-from astraflow.wire.codec import TRAJECTORY_SCHEMA, check_schema, list_lengths
+from astraflow.wire.codec import TRAJECTORY_SCHEMA, check_schema, flat_values, list_lengths
 from astraflow.wire.messages import EpisodesHeader
 
 _ERROR_CHARS = 4096  # of what went wrong; it is journaled
@@ -157,17 +156,18 @@ def _part(facts: RowFacts, policy: str, numbers: list[int], key: int) -> Part:
 
 def _rewards_per_call(rows: pa.RecordBatch) -> dict[int, tuple[float, ...]]:
     column = rows.column("rewards_per_call")
-    found: dict[int, tuple[float, ...]] = {}
     if not len(column.values):
-        return found
-    for row in np.flatnonzero(list_lengths(column)).tolist():
-        values = column[row].as_py()
-        if not all(math.isfinite(v) for v in values):
-            raise SchemaError(
-                "column rewards_per_call", values, f"must be finite (row {row})", "give a reward for each call, or none"
-            )
-        found[row] = tuple(values)
-    return found
+        return {}
+    lengths, values = list_lengths(column), flat_values(column)
+    ends = np.cumsum(lengths)
+    if not np.isfinite(values).all():
+        row = int(np.searchsorted(ends, np.argmin(np.isfinite(values)), "right"))
+        raise SchemaError(
+            "column rewards_per_call", values[ends[row] - lengths[row] : ends[row]].tolist(),
+            f"must be finite (row {row})", "give a reward for each call, or none",
+        )  # fmt: skip
+    given, numbers = np.flatnonzero(lengths).tolist(), values.tolist()
+    return {row: tuple(numbers[ends[row] - lengths[row] : ends[row]]) for row in given}
 
 
 def _first_rows(header: EpisodesHeader, names: list[str]) -> list[int]:
