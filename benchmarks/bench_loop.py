@@ -2,7 +2,8 @@
 
 All sides of a seed begin from the same weights (version 0 of our run, after its warm start) with a fresh optimizer,
 draw from the same problems, and run until the mean reward of three consecutive steps is 0.5. Each runs alone;
-the plain loop and TRL are tried with one thread and with as many as there are cores, and the better counts.
+the plain loop and TRL are tried with one thread and with as many as there are cores, ours with one node process and with
+as many as there are cores (its trainer and each node have one thread), and the better counts.
 
     python -m benchmarks.bench_loop [--seeds 0,1,2] [--seconds 120] [--peers .venv-peers/bin/python] [--no-gateway]
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +57,14 @@ def main() -> None:
 
 
 def _measure(settings: Settings, sides: list[str], peers: str, problems: Path, rows: list[dict[str, Any]]) -> None:
-    row, start = run_ours(settings)
-    _note(rows, row)
-    thread_counts = sorted({1, os.cpu_count() or 1})
+    counts = sorted({1, os.cpu_count() or 1})
+    start = None
+    for nodes in counts:
+        row, start = run_ours(replace(settings, nodes=nodes))
+        _note(rows, row)
     for side, python in (("plain", own_python()), ("trl", peers)):
         if side in sides:
-            for threads in thread_counts:
+            for threads in counts:
                 _note(rows, run_other(side, python, settings, threads, start, problems))
 
 
