@@ -2,8 +2,8 @@
 
 All sides of a seed begin from the same weights (version 0 of our run, after its warm start) with a fresh optimizer,
 draw from the same problems, and run until the mean reward of three consecutive steps is 0.5. Each runs alone;
-the plain loop and TRL are tried with one thread and with as many as there are cores, ours with one node process and with
-as many as there are cores (its trainer and each node have one thread), and the better counts.
+the plain loop and TRL are tried with one thread and with as many as there are cores, ours with one node process and
+with as many as there are cores (its trainer and each node have one thread), and the better counts.
 
     python -m benchmarks.bench_loop [--seeds 0,1,2] [--seconds 120] [--peers .venv-peers/bin/python] [--no-gateway]
 
