@@ -175,15 +175,19 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSection(Strict):
-    """optimizer: AdamW and its schedule."""
+    """optimizer: how a gradient becomes a step, and its schedule."""
 
+    type: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
     lr: float = Field(1e-5, ge=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup_steps: int = Field(0, ge=0)
+    decay_steps: int = Field(0, ge=0, description="of wsd; 0: a fifth of run.steps")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="share of lr that is left at the end of a schedule")
 
 
 class CriticSection(Strict):
@@ -225,6 +229,9 @@ class TrainerSection(Strict):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     ranks: int = Field(1, ge=1, description="processes that hold a part of the model each, on one host by the launcher")
     threads: int = Field(0, ge=0, description="intra-op threads; 0: cores divided by torch processes, at least 1")
+    gradient_checkpointing: bool = Field(
+        False, description="less memory for activations, about a third more arithmetic"
+    )
     audit_trajectories: int = Field(
         4, ge=0, description="trajectories a step rescored under the exact versions that sampled them (logprob gap)"
     )

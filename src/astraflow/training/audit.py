@@ -11,10 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from astraflow.models.scoring.forward import packed_logprobs
 from astraflow.models.scoring.packing import TokenRows, pack_rows
+from astraflow.training.parallel.scoring import Scoring
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -36,7 +35,7 @@ class Auditor:
             del self.versions[old]
 
     @torch.no_grad()
-    def audit(self, model: PreTrainedModel, rows: TokenRows, step: int, tokens_per_microbatch: int) -> dict[str, float]:
+    def audit(self, score: Scoring, rows: TokenRows, step: int, tokens_per_microbatch: int) -> dict[str, float]:
         """Percentiles of abs(behavior - trainer logprob) over the sampled tokens of a few rows; {} when there are none.
 
         `logprob_gap/unknown_tokens` counts tokens of versions that are no longer held; they are left out.
@@ -51,7 +50,7 @@ class Auditor:
                 if tensors is None:
                     unknown += int(mine.sum())
                     continue
-                logprobs = packed_logprobs(model, pack, self._temperature, tensors).logprobs
+                logprobs = score(pack, self._temperature, tensors).logprobs
                 gaps.append(np.abs(logprobs.cpu().numpy()[mine] - pack.behavior_logprobs[mine]))
         metrics = {"logprob_gap/unknown_tokens": float(unknown)} if len(chosen) else {}
         if gaps:

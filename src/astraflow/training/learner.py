@@ -21,26 +21,35 @@ from astraflow.config.serving import off_policy_problems
 from astraflow.config.stages import reference_stage
 from astraflow.errors import ConfigError
 from astraflow.models.checkpoints import latest_checkpoint
+from astraflow.models.load import state_tensors
 from astraflow.models.registry import model_directory
+from astraflow.models.scoring.forward import prepare_model
 from astraflow.models.scoring.packing import rows_from_table
+from astraflow.models.scoring.recompute import recompute_activations
 from astraflow.training.audit import Auditor
 from astraflow.training.checkpoint import (
     TrainingState,
     load_optimizer_tensors,
     load_state,
     optimizer_tensors,
-    save_checkpoint,
+    write_model,
 )
 from astraflow.training.credit.chains import chains_of
 from astraflow.training.credit.critic import Critic
 from astraflow.training.credit.truncation import without_truncated
+from astraflow.training.feed.publisher import publisher_for
+from astraflow.training.guards.batches import SKIPPED, check_rows, keeping_skipped, longest_row
+from astraflow.training.guards.memory import naming_memory
+from astraflow.training.guards.resumed import check_same_model
 from astraflow.training.optimize.minibatches import groups_of
+from astraflow.training.parallel.ranks import ALONE, Ranks, device_of
+from astraflow.training.parallel.scoring import scoring_of
 from astraflow.training.reference import KlPenalty, check_tokens, load_reference
-from astraflow.training.sft import warm_start
+from astraflow.training.saver import Saver
+from astraflow.training.sft import Company, warm_start
 from astraflow.training.step import StepCounts, Stepper, StepSettings
 from astraflow.training.trained import load_trained
 from astraflow.types import EffectiveWeights
-from astraflow.weights.publisher import Publisher
 from astraflow.weights.store import FileStore
 
 SMALL_PARAMETERS = 5_000_000  # below this a second intra-op thread costs more than it computes
@@ -58,25 +67,37 @@ class Learner:
         run_dir: Path,
         threads: int = 0,
         should_stop: Callable[[], bool] = lambda: False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Load the newest checkpoint of `run_dir`, or the model of the run file, warm start included.
 
         Args: threads: intra-op threads; 0: as the run file says. should_stop: True ends a step with StepInterrupted.
+        ranks: each of them makes a learner, and calls it as the others do. Rank 0 publishes.
         Raises: ConfigError: options of the loss. ModelError, TrainingError: what cannot be loaded.
         """
         self.config, self.policy = config, policy
         self.section: PolicySection = config.policies[policy]
-        self._should_stop = should_stop
-        self._root = run_dir / "checkpoints" / policy
+        self._should_stop, self._ranks = should_stop, ranks
+        self.root = run_dir / "checkpoints" / policy
+        self._skipped = run_dir / SKIPPED / policy
         torch.manual_seed(config.run.seed)
         torch.set_num_threads(threads or self.section.trainer.threads or _automatic_threads(config))
         # Config and tokenizer files always come from the model of the run file, so that a version published again
         # after a resume is equal to the byte.
         self._directory = model_directory(self.section.model, cache_dir(), config.run.seed)
-        resumed = latest_checkpoint(self._root)
+        resumed = _newest(self.root, ranks)
+        if resumed is not None:
+            check_same_model(resumed, policy, self._directory)
         place = run_dir / "adapters" / policy
-        self.trained = load_trained(self.section, self._directory, resumed, place)
+        with naming_memory(policy, self.section):
+            self.trained = load_trained(self.section, self._directory, resumed, place)
         self.model = self.trained.model
+        self._device = device_of(self.section.trainer.device)
+        with naming_memory(policy, self.section):
+            self.model.to(self._device)  # type: ignore[arg-type]
+            if self.section.trainer.gradient_checkpointing:
+                recompute_activations(self.model)
+            self._score = scoring_of(prepare_model(self.model), ranks)
         if not threads and not self.section.trainer.threads and self.model.num_parameters() < SMALL_PARAMETERS:
             torch.set_num_threads(1)
         self.version = 0
@@ -92,29 +113,37 @@ class Learner:
         self.store = FileStore(
             run_dir / "weights", policy, keep=kept.keep, full_every=kept.full_every, durable=False, pinned=pinned
         )
-        self._publisher = Publisher(self.store, deltas=kept.deltas)
-        if resumed is None:
-            self._start_fresh()
-        else:
-            self._restore(load_state(resumed))
+        self._publisher = publisher_for(self.store, deltas=kept.deltas, sharded=ranks.many, leads=ranks.leads)
+        self._saver = Saver(self.root, ranks, config.run.keep_checkpoints)
+        self._published: Mapping[str, torch.Tensor] = {}  # what `version` is, by the model's names
+        warm = resumed is None and self._warm_start()
+        if resumed is not None:
+            self._restore(load_state(resumed, self._read_parts if ranks.many else None))
             log.info("resumed at version %d from %s", self.version, resumed)
         self._remember_and_publish()
+        if warm:
+            self.save()  # a restart before the first checkpoint of the run must not learn it all again
         self.stepper.penalty = self._penalty()
 
     def train(self, table: pa.Table) -> dict[str, float]:
         """One step on the rows of a batch; the next version is under way when this returns: readers wait for it.
         Metrics by slash name."""
         rows = rows_from_table(table)
+        check_rows(rows, self.model)
         trained = without_truncated(rows, table) if self.section.algorithm.mask_truncated else rows
         chains = chains_of(table, trained) if self.stepper.critic is not None else None
-        metrics = self.stepper.step(trained, self.version, groups_of(table), chains)
+        with (
+            naming_memory(self.policy, self.section, longest_row(rows)),
+            keeping_skipped(self._skipped if self._ranks.leads else None, table, self.stepper.counts),
+        ):
+            metrics = self.stepper.step(trained, self.version, groups_of(table), chains)
         if trained is not rows:
             metrics["masked/truncated"] = 1 - float((trained.weights > 0).sum() / max(1, (rows.weights > 0).sum()))
         self.version += 1
-        tensors = self.trained.copy()
+        self._published = tensors = self.trained.copy()
         metrics["perf/publish_wait_s"] = self._publish(tensors)
         begin = time.perf_counter()
-        metrics |= self.auditor.audit(self.model, rows, self.version, self.section.batch.tokens_per_microbatch)
+        metrics |= self.auditor.audit(self._score, rows, self.version, self.section.batch.tokens_per_microbatch)
         metrics["perf/audit_s"] = time.perf_counter() - begin
         self.auditor.remember(self.version, tensors)
         metrics["weights/kept_existing"] = float(self.store.num_kept_existing)
@@ -125,8 +154,11 @@ class Learner:
             )  # fmt: skip
         return metrics
 
-    def save(self) -> Path:
-        """Write a checkpoint of `version`; everything after it can be done again bit for bit."""
+    def save(self) -> None:
+        """Begin to write a checkpoint of `version`; everything after it can be done again bit for bit.
+
+        Raises: TrainingError: the one before could not be written.
+        """
         self.flush()
         counts = self.stepper.counts
         master, adapter = self.trained.saved()
@@ -137,13 +169,26 @@ class Learner:
             skipped_in_a_row=counts.skipped_in_a_row,
             optimizer=optimizer_tensors(self.model, self.stepper.optimizer),
             audit_versions={v: t for v, t in self.auditor.versions.items() if v != self.version},
-            master=master,
+            master=state_tensors(self.model) if self._ranks.many else master,
             critic=self.stepper.critic.state() if self.stepper.critic is not None else None,
             adapter=adapter,
         )
-        path = save_checkpoint(self._root, self.model, self._directory, state)
-        log.info("checkpoint of version %d at %s", self.version, path)
-        return path
+        # Of several ranks each has a part of the model only, and the store has all of it, since `flush`.
+        whole = None if self._ranks.many else self.trained.whole(self._published)
+
+        def write(place: Path) -> None:
+            tensors = self.store.fetch(state.version) if whole is None else whole
+            write_model(place, self.model, tensors, self._directory)
+
+        self._saver.submit(state, write)
+
+    def saved(self) -> int:
+        """The newest version with a checkpoint that this process wrote; -1: none."""
+        return self._saver.newest
+
+    def finish_saving(self) -> None:
+        """All checkpoints are on disk. Raises: TrainingError: one could not be written."""
+        self._saver.flush()
 
     def effective_weights(self, dtype: str) -> EffectiveWeights:
         """What an engine of `dtype` must compute with under `version`, to be compared with what it says."""
@@ -154,7 +199,8 @@ class Learner:
         self._publisher.flush()
 
     def close(self) -> None:
-        """Finish what is being published."""
+        """Finish what is being published and saved."""
+        self._saver.close()
         self._publisher.close()
 
     @property
@@ -177,19 +223,20 @@ class Learner:
             minibatches=self.section.batch.minibatches,
             seed=self.config.run.seed,
         )
-        return Stepper(self.model, loss, settings, self._should_stop)
+        return Stepper(self.model, loss, settings, self._should_stop, self._ranks, self._score)
 
     def _penalty(self) -> KlPenalty | None:
         """Version 0 is published already: after a warm start it is the reference."""
-        section = self.section.algorithm.kl
+        algorithm = self.section.algorithm
+        section = algorithm.penalty
         if section is None:
             return None
-        reference = None
+        reference, to_go = None, algorithm.distill is None and self.stepper.critic is None
         if reference_stage(self.config, self.policy) is None:
             reference = load_reference(
-                self.config, self.policy, self.model, self._directory, lambda: self.store.fetch(0)
+                self.config, self.policy, self.model, self._directory, lambda: self.store.fetch(0), self._ranks
             )
-        return KlPenalty(section, self.section.sampling.temperature, reference, to_go=self.stepper.critic is None)
+        return KlPenalty(section, self.section.sampling.temperature, reference, to_go)
 
     def _critic(self) -> Critic | None:
         section, directory = self.section.critic, self._directory
@@ -200,15 +247,23 @@ class Learner:
             check_tokens("critic.model", section.model, directory, self._directory)
         critic = Critic(section, self.section.optimizer, self.config.run.steps, directory)
         critic.model.to(self.model.device)
+        if self.section.trainer.gradient_checkpointing:
+            recompute_activations(critic.model.decoder)
         return critic
 
-    def _start_fresh(self) -> None:
+    def _warm_start(self) -> bool:
         section = self.section.warm_start
         if section is None:
-            return
-        metrics = warm_start(self.model, self._directory, self.config, self.policy, self._should_stop)
+            return False
+        company = Company(self._should_stop, self._ranks, self._score)
+        metrics = warm_start(self.model, self._directory, self.config, self.policy, company)
         log.info("warm start: %d steps in %.1f s, loss %.4f", section.steps, metrics["perf/wall_s"], metrics["loss"])
-        self.save()  # a restart before the first checkpoint of the run must not learn it all again
+        return True
+
+    def _read_parts(self, folder: Path) -> Mapping[str, torch.Tensor]:
+        from astraflow.training.parallel.parts import read_parts  # a second to load
+
+        return read_parts(folder, state_tensors(self.model))
 
     def _restore(self, state: TrainingState) -> None:
         self.trained.restore(state)
@@ -221,13 +276,22 @@ class Learner:
             self.auditor.remember(version, tensors)
 
     def _remember_and_publish(self) -> None:
-        tensors = self.trained.copy()
-        self.auditor.remember(self.version, tensors)
-        self._publish(tensors)
+        self._published = self.trained.copy()
+        self.auditor.remember(self.version, self._published)
+        self._publish(self._published)
         self._publisher.flush()
 
     def _publish(self, tensors: Mapping[str, torch.Tensor]) -> float:
         return self._publisher.submit(self.version, self.trained.published(tensors), self.trained.files)
+
+
+def _newest(root: Path, ranks: Ranks) -> Path | None:
+    """The newest whole checkpoint, as rank 0 sees it."""
+    name = b""
+    if ranks.leads and (newest := latest_checkpoint(root)) is not None:
+        name = newest.name.encode()
+    name = ranks.tell(name if ranks.leads else None)
+    return root / name.decode() if name else None
 
 
 def _loss(policy: str, section: PolicySection) -> PolicyLoss:
@@ -248,4 +312,5 @@ def _made(room: str, spec: Component, where: str) -> Any:
 
 
 def _automatic_threads(config: RunConfig) -> int:
-    return max(1, (os.cpu_count() or 1) // (len(config.policies) + len(config.rollout.nodes)))
+    num_ranks = sum(policy.trainer.ranks for policy in config.policies.values())
+    return max(1, (os.cpu_count() or 1) // (num_ranks + len(config.rollout.nodes)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +24,24 @@ from astraflow.models.chat import ChatTokenizer
 from astraflow.models.load import load_model
 from astraflow.models.lora.layers import add_lora
 from astraflow.models.scoring.packing import TokenRows, rows_from_lists
+from astraflow.models.scoring.recompute import recompute_activations
 from astraflow.training.checkpoint import save_model
+from astraflow.training.parallel.ranks import ALONE, Ranks
+from astraflow.training.parallel.scoring import Scoring
 from astraflow.training.step import Stepper, StepSettings
 
 Example = tuple[np.ndarray, np.ndarray]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Company:
+    """Whom the steps are done with: see `Stepper`."""
+
+    should_stop: Callable[[], bool] = lambda: False
+    ranks: Ranks = ALONE
+    score: Scoring | None = None
 
 
 class NegativeLogLikelihood(LocalLoss):
@@ -78,7 +91,7 @@ class Demonstrations:
 
 def supervised_steps(
     model: PreTrainedModel, demonstrations: Demonstrations, section: WarmStartSection, optimizer: OptimizerSection,
-    tokens_per_microbatch: int, should_stop: Callable[[], bool] = lambda: False,
+    tokens_per_microbatch: int, company: Company = Company(),  # frozen
 ) -> dict[str, float]:  # fmt: skip
     """Train `model` in place for `section.steps`; returns the metrics of the last step.
 
@@ -86,7 +99,9 @@ def supervised_steps(
     """
     own = optimizer.model_copy(update={"lr": section.lr, "schedule": "constant", "warmup_steps": 0})
     settings = StepSettings(own, section.steps, tokens_per_microbatch)
-    stepper = Stepper(model, NegativeLogLikelihood(), settings, should_stop)
+    stepper = Stepper(
+        model, NegativeLogLikelihood(), settings, company.should_stop, company.ranks, company.score
+    )  # fmt: skip
     begin = time.perf_counter()
     metrics: dict[str, float] = {}
     for step in range(section.steps):
@@ -98,7 +113,7 @@ def supervised_steps(
 
 def warm_start(
     model: PreTrainedModel, model_directory: Path, config: RunConfig, policy: str,
-    should_stop: Callable[[], bool] = lambda: False,
+    company: Company = Company(),  # frozen
 ) -> dict[str, float]:  # fmt: skip
     """Take the warm start of a policy that has one, in place; returns the metrics of the last step."""
     own = config.policies[policy]
@@ -109,7 +124,7 @@ def warm_start(
     tokenizer = ChatTokenizer(model_directory)
     demonstrations = Demonstrations(source, section.source, tokenizer, section.batch, config.run.seed)
     return supervised_steps(
-        model, demonstrations, section, own.optimizer, own.batch.tokens_per_microbatch, should_stop
+        model, demonstrations, section, own.optimizer, own.batch.tokens_per_microbatch, company
     )  # fmt: skip
 
 
@@ -119,6 +134,8 @@ def run_sft(model_directory: Path, target: Path, config: RunConfig, policy: str)
     model = load_model(model_directory)
     if (lora := config.policies[policy].lora) is not None:
         add_lora(model, lora)
+    if config.policies[policy].trainer.gradient_checkpointing:
+        recompute_activations(model)
     metrics = warm_start(model, model_directory, config, policy)
     save_model(target, model, model_directory)
     return metrics

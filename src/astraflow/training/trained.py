@@ -34,6 +34,9 @@ class Trained(Protocol):
     def published(self, copied: Tensors) -> Tensors:
         """`copied` under the names that a version has."""
 
+    def whole(self, copied: Tensors) -> Tensors:
+        """The whole model as of `copied`, the newest copy; later steps do not change it."""
+
     def effective(self, dtype: str) -> str:
         """Checksum of what an engine of `dtype` computes with under a version that is published now."""
 
@@ -74,6 +77,10 @@ class WholeModel:
         """See `Trained`."""
         return copied
 
+    def whole(self, copied: Tensors) -> Tensors:
+        """See `Trained`."""
+        return copied
+
     def effective(self, dtype: str) -> str:
         """See `Trained`."""
         return effective_checksum(self.copy(), dtype)
@@ -107,6 +114,10 @@ class AdapterOnly:
     def published(self, copied: Tensors) -> Tensors:
         """See `Trained`."""
         return peft_names(copied)
+
+    def whole(self, copied: Tensors) -> Tensors:
+        """See `Trained`. Merged at once: what it is of has not changed since."""
+        return effective_tensors(self.model)
 
     def effective(self, dtype: str) -> str:
         """See `Trained`."""

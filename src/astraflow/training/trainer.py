@@ -10,6 +10,7 @@
 | main thread         | steps, checkpoints | a full batch (long polls, logged) | the commit that completes the batch   |
 | main thread         | acknowledgements   | its version to be visible         | the publisher thread                  |
 | publisher thread    | weight versions    | a copy of the weights             | the end of a step                     |
+| checkpoint thread   | checkpoints        | a copy of the training state      | `run.checkpoint_every`                |
 | mirror thread       | `weights.url`      | its version to be visible         | the publisher thread                  |
 | heartbeat thread    | signs of life      | `dataflow.heartbeat_s`            | time; its failure ends the main loop  |
 | weights server      | bytes for readers  | requests (a process of its own)   | nodes; it ends with the trainer       |
@@ -17,6 +18,9 @@
 
 What it says to the dataflow service, and how long it waits for one that is away, is `feed.session`: any other trainer
 does the same. A stop signal ends every wait.
+
+Of several ranks, each holds a part of the model (`parallel`). Rank 0 is as above and tells the others each batch; they
+do the same steps and checkpoints with it, and end with it.
 `kill -9` at any point: a new process loads the newest checkpoint, is served the batches after it again, and publishes
 equal versions, which changes nothing (other content under a known version is counted and the old one kept).
 """
@@ -30,81 +34,142 @@ import threading
 import time
 from pathlib import Path
 
+import pyarrow as pa
+
+from astraflow.config.load import config_from_json, resolved_json
 from astraflow.errors import TrainingError
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.observe.process import settle_memory, stop_signals
 from astraflow.training.feed.publisher import announced
 from astraflow.training.feed.session import Interrupted, TrainerSession
 from astraflow.training.learner import Learner
+from astraflow.training.parallel.ranks import ALONE, RankPlace, Ranks, joined
+from astraflow.training.step import StepInterrupted
 from astraflow.types import BatchHeader
 from astraflow.weights.server import ServerProcess, start_server
+
+END, WAIT = b"", b"wait"  # what rank 0 tells the others beside batches
 
 log = logging.getLogger(__name__)
 
 
-def run_trainer(dataflow: str, policy: str, run_dir: Path, *, threads: int = 0, token: str | None = None) -> int:
+def run_trainer(
+    dataflow: str, policy: str, run_dir: Path, *, threads: int = 0, token: str | None = None,
+    place: RankPlace | None = None,
+) -> int:  # fmt: skip
     """Train `policy` of the run served at `dataflow` until its last step; 0 when the run is over.
 
     SIGTERM or Ctrl-C: a checkpoint of the last version is written, then it ends, also with 0.
 
     Args: run_dir: where weights and checkpoints lie; a checkpoint found there is continued. threads: 0: as the run
-    file says.
+    file says. place: which of several ranks this is; all of them see the same `run_dir`. None: the only one.
     Raises: AstraFlowError: what went wrong, also when a newer trainer of the policy took over (WireError, status 409).
     """
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_signals())
+        ranks = ALONE if place is None else stack.enter_context(joined(place))
+        stack.enter_context(ranks.watched())
+        if not ranks.leads:
+            _follow(policy, run_dir, threads, stop, ranks)
+            return 0
         try:
             session = stack.enter_context(TrainerSession(dataflow, policy, token=token, stop=stop))
             config, run = session.config, session.run
             if run.finished and latest_checkpoint(run_dir / "checkpoints" / policy, config.run.steps):
                 log.info("run %s is over", run.run)
+                ranks.tell(END)
                 return 0
+            ranks.tell(resolved_json(config).encode())
             # Before the warm start: with version 0, nodes must not wait for it.
             server = start_server(run_dir / "weights", config.weights.host, config.weights.port, token)
             stack.callback(server.stop)
-            learner = Learner(config, policy, run_dir, threads, stop.is_set)
+            learner = Learner(config, policy, run_dir, threads, stop.is_set, ranks)
             stack.callback(learner.close)
             there = announced(server, policy, config.weights, dataflow)
             session.mirror(learner.store)
             session.resume(learner.version, (learner.store.url, there))
+        except StepInterrupted:
+            return 0
         except Interrupted:
+            ranks.tell(END)
             return 0
         settle_memory()
-        Trainer(session, learner, server, stop).loop()
+        Trainer(session, learner, server, stop, ranks).loop()
         session.wait_until_finished()
     return 0
+
+
+def _follow(policy: str, run_dir: Path, threads: int, stop: threading.Event, ranks: Ranks) -> None:
+    """What a rank above 0 does: the steps of rank 0."""
+    if (config := ranks.tell()) == END:
+        return
+    with contextlib.suppress(StepInterrupted), contextlib.ExitStack() as stack:
+        learner = Learner(config_from_json(config), policy, run_dir, threads, stop.is_set, ranks)
+        stack.callback(learner.close)
+        settle_memory()
+        saved = -1
+        with contextlib.suppress(StepInterrupted):
+            while (told := ranks.tell()) != END:
+                if told == WAIT:
+                    continue
+                learner.train(pa.ipc.open_stream(told).read_all())
+                if learner.version % learner.config.run.checkpoint_every == 0:
+                    learner.save()
+                    saved = learner.version
+        if saved != learner.version:
+            learner.save()
+        learner.finish_saving()
 
 
 class Trainer:
     """The loop between a `Learner` and the dataflow service."""
 
-    def __init__(self, session: TrainerSession, learner: Learner, server: ServerProcess, stop: threading.Event) -> None:
+    def __init__(
+        self, session: TrainerSession, learner: Learner, server: ServerProcess, stop: threading.Event,
+        ranks: Ranks = ALONE,
+    ) -> None:  # fmt: skip
         self._session, self._learner, self._server, self._stop = session, learner, server, stop
-        self._saved = -1  # version of the last checkpoint of this process
+        self._ranks = ranks
+        self._begun = self._told = -1  # versions of checkpoints of this process: the last one, and the last announced
         session.stats |= {"version": float(learner.version), "steps": 0.0, "wait_s": 0.0, "busy_s": 0.0, "tokens": 0.0}
 
     def loop(self) -> None:
         """All steps of the run (or those before a stop signal), and a checkpoint of the last one."""
-        with contextlib.suppress(Interrupted):
+        try:
             self._steps()
-        if self._saved != self._learner.version:
-            self._checkpoint()
+        except StepInterrupted:  # all ranks left the step together
+            pass
+        except Interrupted:
+            self._ranks.tell(END)
+        else:
+            self._ranks.tell(END)
+        if self._begun != self._learner.version:
+            self._learner.save()
+        self._learner.finish_saving()
+        self._announce_checkpoint()
 
     def _steps(self) -> None:
         learner, run = self._learner, self._learner.config.run
         while learner.version < run.steps and not self._stop.is_set():
             begin = time.perf_counter()
-            batch = self._session.next_batch()
+            batch = self._session.next_batch(lambda: self._tell(WAIT))
             if batch is None:
                 break
             header, table = batch
             waited = time.perf_counter() - begin
+            if self._ranks.many:
+                self._tell(_as_bytes(table))
             metrics = learner.train(table)
             if self._server.ensure():
                 log.warning("the weights server had died and was started again at %s", self._server.url)
             self._acknowledge(header, metrics, waited, time.perf_counter() - begin)
+            self._announce_checkpoint()
             if learner.version % run.checkpoint_every == 0:
-                self._checkpoint()
+                learner.save()
+                self._begun = learner.version
+
+    def _tell(self, content: bytes) -> None:
+        self._ranks.tell(content)
 
     def _acknowledge(self, header: BatchHeader, metrics: dict[str, float], waited: float, wall: float) -> None:
         if header.step != self._learner.version:
@@ -127,7 +192,16 @@ class Trainer:
             metrics.get("policy/entropy", math.nan), metrics.get("logprob_gap/p99", math.nan), waited, wall,
         )  # fmt: skip
 
-    def _checkpoint(self) -> None:
-        self._learner.save()
-        self._saved = self._learner.version
-        self._session.checkpoint()
+    def _announce_checkpoint(self) -> None:
+        """Tell the dataflow service of a checkpoint that came to be on disk."""
+        if (saved := self._learner.saved()) > self._told:
+            self._session.checkpoint(saved)
+            self._told = saved
+
+
+def _as_bytes(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content

@@ -11,6 +11,8 @@ import torch
 from astraflow.models.scoring.forward import prepare_model
 from astraflow.models.scoring.packing import rows_from_table
 from astraflow.training.audit import Auditor
+from astraflow.training.parallel.ranks import ALONE
+from astraflow.training.parallel.scoring import scoring_of
 
 
 @pytest.fixture
@@ -50,6 +52,10 @@ def sampled(make_table, random_rows, versions):
     return rows_from_table(make_table(listed, behavior_logprobs=logprobs, versions=labels))
 
 
+def _scoring(model):
+    return scoring_of(prepare_model(model), ALONE)
+
+
 def _auditor(versions, **changes):
     settings = {"num_rows": 4, "keep": 3, "temperature": 0.8, "max_gap": 1e-3, "seed": 0} | changes
     auditor = Auditor(**settings)
@@ -61,7 +67,7 @@ def _auditor(versions, **changes):
 def test_tokens_of_mixed_versions_agree_with_the_weights_that_sampled_them(versions, sampled):
     live = prepare_model(versions[6])
     before = _tensors(live)
-    metrics = _auditor(versions).audit(live, sampled, 7, 10_000)
+    metrics = _auditor(versions).audit(scoring_of(live, ALONE), sampled, 7, 10_000)
     assert metrics["logprob_gap/p99"] < 1e-4 and metrics["logprob_gap/max"] < 1e-4
     assert metrics["logprob_gap/tokens"] == sampled.trained.sum()
     assert metrics["logprob_gap/alarm"] == 0 and metrics["logprob_gap/unknown_tokens"] == 0
@@ -79,11 +85,11 @@ def test_a_wrong_engine_raises_the_alarm(versions, sampled, fault):
         rows = replace(sampled, versions=np.where(sampled.versions == 4, 5, sampled.versions))
     else:
         rows = replace(sampled, behavior_logprobs=np.full_like(sampled.behavior_logprobs, np.nan))
-    assert _auditor(versions, **changes).audit(prepare_model(versions[6]), rows, 7, 10_000)["logprob_gap/alarm"] == 1
+    assert _auditor(versions, **changes).audit(_scoring(versions[6]), rows, 7, 10_000)["logprob_gap/alarm"] == 1
 
 
 def test_versions_that_are_no_longer_held_are_counted(versions, sampled):
-    metrics = _auditor(versions, keep=2).audit(prepare_model(versions[6]), sampled, 7, 10_000)
+    metrics = _auditor(versions, keep=2).audit(_scoring(versions[6]), sampled, 7, 10_000)
     assert metrics["logprob_gap/unknown_tokens"] == (sampled.versions[sampled.trained] == 4).sum()
     assert metrics["logprob_gap/tokens"] == (sampled.versions[sampled.trained] == 5).sum()
 
@@ -97,4 +103,4 @@ def test_the_choice_is_a_function_of_the_step_and_prefers_rows_of_mixed_versions
 
 def test_no_rows_no_metrics_and_nothing_is_kept(versions, sampled):
     auditor = _auditor(versions, num_rows=0)
-    assert auditor.audit(prepare_model(versions[6]), sampled, 7, 10_000) == {} and not auditor.versions
+    assert auditor.audit(_scoring(versions[6]), sampled, 7, 10_000) == {} and not auditor.versions

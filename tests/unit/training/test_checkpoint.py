@@ -13,7 +13,7 @@ from astraflow.algorithms.losses.ppo_clip import PpoClip
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import ModelError, TrainingError
 from astraflow.models.checkpoints import latest_checkpoint
-from astraflow.models.load import load_model
+from astraflow.models.load import load_model, state_tensors
 from astraflow.models.scoring.packing import rows_from_table
 from astraflow.training.checkpoint import (
     STATE,
@@ -23,6 +23,7 @@ from astraflow.training.checkpoint import (
     optimizer_tensors,
     save_checkpoint,
     save_model,
+    write_model,
 )
 from astraflow.training.step import Stepper, StepSettings
 
@@ -34,7 +35,10 @@ def _stepper(directory):
 def _save(root, stepper, source, version, **more):
     tensors = optimizer_tensors(stepper.model, stepper.optimizer)
     state = TrainingState(version, stepper.counts.step, 0, 0, tensors, **more)
-    return save_checkpoint(root, stepper.model, source, state)
+    own = state_tensors(stepper.model)
+    if state.master is not None:
+        own = {name: tensor.to(torch.bfloat16) for name, tensor in own.items()}
+    return save_checkpoint(root, state, lambda place: write_model(place, stepper.model, own, source))
 
 
 @pytest.fixture

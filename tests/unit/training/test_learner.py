@@ -142,6 +142,7 @@ def test_a_warm_start_is_done_once(make_config, tmp_path):
     cold = Learner(make_config(), "actor", tmp_path / "cold")
     first = Learner(config, "actor", tmp_path / "warm")
     assert not torch.equal(_weights(cold), _weights(first)) and first.version == 0
+    first.finish_saving()
     again = Learner(config, "actor", tmp_path / "warm", should_stop=lambda: True)  # a supervised step would raise
     assert torch.equal(_weights(first), _weights(again)) and not again.stepper.optimizer.state
     for learner in (cold, first, again):

@@ -70,7 +70,9 @@ def test_a_version_is_the_adapter_and_names_its_base(start, model):
 def test_a_checkpoint_is_a_merged_model_and_an_adapter_for_peft(start, model):
     learner = start()
     learner.train(random_batch(0))
-    path = learner.save()
+    learner.save()
+    learner.finish_saving()
+    path = latest_checkpoint(learner.root)
     merged = AutoModelForCausalLM.from_pretrained(path)
     expected = effective_tensors(learner.model)
     own = dict(merged.named_parameters())
@@ -88,6 +90,7 @@ def test_another_rank_or_no_adapter_is_refused_at_a_resume(start):
     learner = start()
     learner.train(random_batch(0))
     learner.save()
+    learner.finish_saving()
     with pytest.raises(ModelError, match=r"does not fit policies\.\*\.lora"):
         start(lora={"rank": 8})
     with pytest.raises(TrainingError, match=r"checkpoint\.optimizer"):
@@ -98,6 +101,7 @@ def test_another_scaling_or_base_is_refused_at_a_resume(start, model):
     learner = start()
     learner.train(random_batch(0))
     learner.save()
+    learner.finish_saving()
     with pytest.raises(TrainingError, match=r"lora alpha / rank=16\.0 is not that of the checkpoint \(1\.5\)"):
         start(lora={**LORA["lora"], "alpha": 64})
     known = content_checksum(model)
@@ -111,5 +115,6 @@ def test_a_checkpoint_without_adapter_is_refused(start):
     learner = start(lora=None)
     learner.train(random_batch(0))
     learner.save()
+    learner.finish_saving()
     with pytest.raises(TrainingError, match="holds no adapter"):
         start()

@@ -255,6 +255,7 @@ def test_a_restart_keeps_the_reference(start, shape):
     for step in range(2):
         first.train(random_batch(step))
     first.save()
+    first.finish_saving()
     again = start("cut", **SHAPES[shape])
     assert again.version == 2
     assert [_metrics(again, step) for step in (2, 3)] == expected[2:]

@@ -85,6 +85,15 @@ class _Whole:
         self._publisher.close()
 
 
+def publisher_for(
+    store: FileStore, *, deltas: bool, sharded: bool = False, leads: bool = True
+) -> Publisher | ShardedPublisher:
+    """Versions of a trainer that gives copies. `sharded`: made on all ranks at once, of which one `leads`."""
+    if sharded:
+        return ShardedPublisher(store if leads else None, deltas=deltas)
+    return Publisher(store, deltas=deltas)
+
+
 class Part:
     """One rank's part of a sharded model. `store`: on rank 0. The ranks find each other at the first publish."""
 

@@ -169,11 +169,12 @@ class TrainerSession:
         self._start_beating()
         log.info("trains from version %d; %d batches come again", version, reply.replayed_batches)
 
-    def next_batch(self) -> tuple[BatchHeader, pa.Table] | None:
+    def next_batch(self, waiting: Callable[[], None] = lambda: None) -> tuple[BatchHeader, pa.Table] | None:
         """The batch of step `version + 1` (columns: `wire.codec.TRAINING_SCHEMA`, then those of stages), or this rank's
         share of it; None: the run is over, or `stop`.
 
-        Asked again before it is acknowledged, it gives the same batch.
+        Asked again before it is acknowledged, it gives the same batch. Args: waiting: called every few seconds as long
+        as there is none.
         Raises: WireError: refused, as when a newer trainer took over (409).
         """
         begin = told = time.monotonic()
@@ -193,6 +194,7 @@ class TrainerSession:
             if batch is not None:
                 self._held = batch[0]
                 return batch
+            waiting()
             now = time.monotonic()
             if now - told >= TELL_EVERY_S:
                 told = now
@@ -225,18 +227,19 @@ class TrainerSession:
             self._announce(header.step)
         self.version, self._held = header.step, None
 
-    def checkpoint(self) -> None:
-        """A checkpoint of `version` is on disk: batches up to it will never be asked for again.
+    def checkpoint(self, version: int | None = None) -> None:
+        """A checkpoint of `version` (None: the newest) is on disk: batches up to it will never be asked for again.
 
-        Waits until the version is visible. Raises: WeightError: it could not be published.
+        Waits until what was given to `publish` is visible. Raises: WeightError: it could not be published.
         """
         self._flush()
         if not self._leads:
             return
+        saved = self.version if version is None else version
         try:
-            self.patient(lambda: self._client.checkpoint(self._policy, self.trainer_id, self.version))
+            self.patient(lambda: self._client.checkpoint(self._policy, self.trainer_id, saved))
         except Interrupted:  # the next checkpoint covers the same batches
-            log.info("ends without telling the dataflow service of checkpoint %d", self.version)
+            log.info("ends without telling the dataflow service of checkpoint %d", saved)
         except WireError as error:
             if not is_over(error):
                 raise

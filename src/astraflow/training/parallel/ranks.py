@@ -107,6 +107,14 @@ class Ranks:
 ALONE = Ranks()
 
 
+def device_of(name: str) -> torch.device:
+    """`policies.*.trainer.device`; of several GPUs, the one of this rank."""
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise TrainingError("policies.*.trainer.device", name, "is not here", "use auto, or cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if there and name != "cpu" else torch.device("cpu")
+
+
 @contextlib.contextmanager
 def joined(place: RankPlace) -> Iterator[Ranks]:
     """Meet the other ranks, and leave them.

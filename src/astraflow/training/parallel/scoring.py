@@ -22,6 +22,14 @@ class Scoring(Protocol):
         """The trained tokens of `pack`; under `weights` (by Hugging Face name) when given."""
 
 
+def _whole(
+    model: PreTrainedModel, pack: Pack, temperature: float, weights: Mapping[str, torch.Tensor] | None = None
+) -> Scores:
+    device = model.device
+    there = None if weights is None else {name: tensor.to(device) for name, tensor in weights.items()}
+    return packed_logprobs(model, pack, temperature, there)
+
+
 def clipped_norm(model: nn.Module, most: float, ranks: Ranks) -> torch.Tensor:
     """Norm of the gradient of the whole model as it was, float32; above `most` the gradient is scaled down to it."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), most)
@@ -38,7 +46,7 @@ def scoring_of(model: PreTrainedModel, ranks: Ranks) -> Scoring:
     Called on all ranks at once, each with the whole model.
     """
     if not ranks.many:
-        return partial(packed_logprobs, model)
+        return partial(_whole, model)
     from astraflow.training.parallel.sharding import ShardedPolicy  # a second to load
 
     return ShardedPolicy(model)

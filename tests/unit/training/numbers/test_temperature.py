@@ -15,6 +15,8 @@ from astraflow.models.scoring.forward import packed_logprobs, prepare_model
 from astraflow.models.scoring.packing import pack_rows, rows_from_lists
 from astraflow.training.audit import Auditor
 from astraflow.training.learner import Learner
+from astraflow.training.parallel.ranks import ALONE
+from astraflow.training.parallel.scoring import scoring_of
 from astraflow.training.reference import Reference
 from astraflow.types import Sampling
 from plain_scores import plain_logprobs
@@ -61,7 +63,7 @@ def test_engine_policy_reference_and_audit_agree(directory, temperature):
         np.testing.assert_allclose(of_reference, pack.behavior_logprobs, atol=TOLERANCE)
     auditor = Auditor(len(rows), 2, temperature, 0.5, 0)
     auditor.remember(0, state_tensors(own))
-    audited = auditor.audit(own, batch, 1, 30)
+    audited = auditor.audit(scoring_of(own, ALONE), batch, 1, 30)
     assert audited["logprob_gap/max"] < TOLERANCE and audited["logprob_gap/tokens"] == batch.trained.sum()
 
 
