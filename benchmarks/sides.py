@@ -102,7 +102,7 @@ def run_ours(settings: Settings) -> tuple[dict[str, Any], Path]:
 
 def _nodes(count: int) -> str:
     """Value of the setting."""
-    return json.dumps([{"name": f"node{i}", "concurrency": IN_PLAY // count} for i in range(count)])
+    return "[" + ", ".join(f'{{name = "node{i}", concurrency = {IN_PLAY // count}}}' for i in range(count)) + "]"
 
 
 def _our_row(settings: Settings, steps: Steps, start: float, cpu: dict[str, float]) -> dict[str, Any]:
