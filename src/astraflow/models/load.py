@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -30,14 +31,21 @@ def load_model(directory: Path | str, dtype: str = "float32", attention: str = "
         raise ModelError("dtype", dtype, f"is not one of {', '.join(DTYPES)}", "choose one of them")
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            str(directory), dtype=DTYPES[dtype], attn_implementation=attention, local_files_only=True
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(directory), dtype=DTYPES[dtype], attn_implementation=attention, local_files_only=True,
+            output_loading_info=True,
+        )  # fmt: skip
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(
             "model", str(directory), f"cannot be loaded ({_first_line(error)})",
             "give a Hugging Face directory of a causal language model with config.json and whole *.safetensors",
         ) from error  # fmt: skip
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):  # transformers makes them up, at random
+        raise ModelError(
+            "model", str(directory), f"lacks {len(missing)} of the weights that its config asks for ({missing[0]})",
+            "give a whole causal language model: config.json and *.safetensors must be of the same one",
+        )  # fmt: skip
     model.eval()  # type: ignore[no-untyped-call]
     speed_up_linears(model)
     return model

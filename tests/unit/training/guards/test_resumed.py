@@ -10,7 +10,7 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 from astraflow.config.schema import RunConfig
-from astraflow.errors import TrainingError
+from astraflow.errors import ModelError, TrainingError
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.tiny_char import make_config as tiny_config
 from astraflow.models.tiny_char import make_tokenizer
@@ -90,12 +90,21 @@ def test_a_tied_output_layer_may_be_stored_or_not(saved, tiny_char, tmp_path):
 
 
 def test_a_missing_model_is_named_before_anything_else(tmp_path):
-    with pytest.raises(Exception, match=r"model=.*is neither a directory nor a built-in name"):
+    with pytest.raises(ModelError, match=r"model=.*is neither a directory nor a built-in name"):
         resumed_at(tmp_path / "none", tmp_path / "run")
 
 
-def test_a_model_whose_files_do_not_fit_is_refused_at_the_start(wider, tmp_path):
+def test_a_config_of_other_shapes_is_refused_at_the_start(wider, tmp_path):
     settings = json.loads((wider / "config.json").read_text())
     (wider / "config.json").write_text(json.dumps(settings | {"intermediate_size": 100}))
-    with pytest.raises(Exception, match=r"cannot be loaded|size"):
+    with pytest.raises(ModelError, match=r"cannot be loaded"):
+        resumed_at(wider, tmp_path / "run")
+
+
+def test_weights_that_are_missing_are_not_made_up(wider, tmp_path):
+    settings = json.loads((wider / "config.json").read_text())
+    (wider / "config.json").write_text(
+        json.dumps(settings | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
+    )
+    with pytest.raises(ModelError, match=r"lacks 11 of the weights .*\(model.layers.2.input_layernorm.weight\)"):
         resumed_at(wider, tmp_path / "run")
