@@ -60,7 +60,8 @@ def _global_options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    """Run one command; returns the exit code: 0 done, 1 failed, 2 wrong input, 3 another rank of the
+    trainer is gone, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     if arguments is None:

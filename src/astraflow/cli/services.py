@@ -69,19 +69,65 @@ def joining(url: str) -> str:
 def trainer(
     dataflow: Url,
     policy: Annotated[str, typer.Option(help="The policy to train.")],
-    run_dir: Annotated[Path, typer.Option(help="Where weights and checkpoints of the run lie.")],
+    run_dir: Annotated[
+        Path, typer.Option(help="Where weights and checkpoints of the run lie, for all ranks.")
+    ],
     threads: Threads = 0,
+    ranks: Annotated[int, typer.Option(help="Processes that share the model; 0: as the run file says.")] = 0,
+    rank: Annotated[int, typer.Option(help="Which of them this is; -1: start them all here.")] = -1,
+    rendezvous: Annotated[str, typer.Option(help="Where ranks meet: tcp://HOST:PORT of rank 0, file:///PATH.")] = "",
     token_file: TokenFile = None,
     parent: Parent = 0,
 ) -> None:
-    """Start the trainer of one policy; it goes on from its newest checkpoint."""
+    """Start the trainer of one policy; it goes on from its newest checkpoint. Also a command for torchrun."""
     _tie(parent)
     from astraflow.observe.logs import setup_logging
+
+    token, place = read_token(token_file), _place(rank, ranks, rendezvous)
+    number = 0 if place is None else place[0]
+    process = f"trainer-{policy}" + (f".{number}" if number else "")
+    setup_logging(process, run_dir, secrets=(token,))
+    if place is None and (wanted := ranks or _ranks_of_run(dataflow, policy, token)) > 1:
+        _start_ranks(dataflow, policy, run_dir, threads, wanted, token)
+        return
+    from astraflow.training.parallel.ranks import RankPlace
     from astraflow.training.trainer import run_trainer
 
-    token = read_token(token_file)
-    setup_logging(f"trainer-{policy}", run_dir, secrets=(token,))
-    run_trainer(dataflow, policy, run_dir.resolve(), threads=threads, token=token)
+    found = None if place is None or place[1] == 1 else RankPlace(*place)
+    run_trainer(dataflow, policy, run_dir.resolve(), threads=threads, token=token, place=found)
+
+
+def _place(rank: int, ranks: int, rendezvous: str) -> tuple[int, int, str, int] | None:
+    """Rank, number of ranks, rendezvous and rank on this host, as the command line or torchrun says."""
+    from astraflow.config.env import torchrun_rank
+    from astraflow.errors import LaunchError
+
+    if rank >= 0:
+        if rank >= ranks or not rendezvous:
+            raise LaunchError(
+                "--rank", rank, "needs --ranks above it and --rendezvous", "give all three to each rank, or none"
+            )
+        return rank, ranks, rendezvous, rank
+    if (found := torchrun_rank()) is None:
+        return None
+    return found[0], found[1], "env://", found[2]
+
+
+def _ranks_of_run(dataflow: str, policy: str, token: str | None) -> int:
+    from astraflow.training.feed.session import TrainerSession
+
+    with TrainerSession(dataflow, policy, token=token) as session:
+        return session.config.policies[policy].trainer.ranks
+
+
+def _start_ranks(dataflow: str, policy: str, run_dir: Path, threads: int, ranks: int, token: str | None) -> None:
+    from astraflow.config.env import child_environment
+    from astraflow.observe.process import stop_signals
+    from astraflow.training.parallel.launch import run_ranks
+
+    words = ["--dataflow", dataflow, "--policy", policy, "--run-dir", str(run_dir), "--threads", str(threads)]
+    with stop_signals() as stop:
+        run_ranks(policy, ranks, words, child_environment(token), stop)
 
 
 def node(

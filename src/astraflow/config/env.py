@@ -5,6 +5,7 @@
 | ASTRAFLOW_TOKEN   | bearer token of every service of a run; needed as soon as one is not loopback |
 | ASTRAFLOW_CACHE   | where converted models are kept (default: the user's cache directory)         |
 | ASTRAFLOW_SHARED_MEMORY | "0": bulk bodies and weights go over TCP even on one host               |
+| RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR | set by `torchrun`: which rank of a trainer this is |
 | named by `key_env` of a stage | the key of the service that the stage asks                       |
 """
 
@@ -44,6 +45,14 @@ def checked_token(text: str, where: str) -> str:
 def secret_from_env(name: str) -> str | None:
     """The secret in the variable that a run file names, or None."""
     return os.environ.get(name) or None
+
+
+def torchrun_rank() -> tuple[int, int, int] | None:
+    """Rank, number of ranks, and rank on this host, where `torchrun` started this process."""
+    found = os.environ
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(found):
+        return None
+    return int(found["RANK"]), int(found["WORLD_SIZE"]), int(found.get("LOCAL_RANK", "0"))
 
 
 def cache_dir() -> Path:

@@ -245,11 +245,13 @@ def _check_components(config: RunConfig) -> list[str]:
             find(room, component.type, where)
         except Problem as error:
             problems.append(str(error))
+    from astraflow.config.checks.ranks import rank_problems
     from astraflow.config.checks.training import training_problems
     from astraflow.config.operators import check_operators  # loads numpy, which --help must not
     from astraflow.config.serving import serving_problems
 
-    return problems + check_operators(config) + serving_problems(config) + training_problems(config)
+    problems += check_operators(config) + serving_problems(config)
+    return problems + training_problems(config) + rank_problems(config)
 
 
 def torch_components(config: RunConfig) -> Iterator[tuple[str, str, Component]]:

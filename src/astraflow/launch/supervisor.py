@@ -198,7 +198,8 @@ class Supervisor:
             return ["dataflow", str(self.directory.config_file), "--host", host, "--port", str(port), *where, *parent]
         common = ["--dataflow", _local(self.url or ""), "--threads", str(spec.threads), *parent]
         if spec.role == "trainer":
-            return ["trainer", "--policy", spec.subject, "--run-dir", here, *common]
+            ranks = self.config.policies[spec.subject].trainer.ranks
+            return ["trainer", "--policy", spec.subject, "--run-dir", here, "--ranks", str(ranks), *common]
         if spec.role == "stage":
             return ["stage", spec.subject, *common]
         node = next(n for n in self.config.rollout.nodes if n.name == spec.subject)

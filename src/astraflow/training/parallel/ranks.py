@@ -27,6 +27,8 @@ T = TypeVar("T")
 class RankLost(TrainingError):
     """Another rank is gone, or does not do its part."""
 
+    exit_code = 3
+
 
 @dataclass(frozen=True)
 class RankPlace:

@@ -1,0 +1,30 @@
+"""What a trainer of several ranks cannot do."""
+
+from __future__ import annotations
+
+from astraflow.config.schema import PolicySection, RunConfig
+
+
+def rank_problems(config: RunConfig) -> list[str]:
+    """Everything that is wrong with trainers of several ranks, one sentence each."""
+    return [
+        problem
+        for name, policy in config.policies.items()
+        if policy.trainer.ranks > 1
+        for problem in _problems(f"policies.{name}", policy)
+    ]
+
+
+def _problems(where: str, policy: PolicySection) -> list[str]:
+    problems, ranks = [], f"{where}.trainer.ranks={policy.trainer.ranks}"
+    if policy.lora is not None:
+        problems.append(
+            f"{ranks} cannot be with {where}.lora: an adapter is trained by one process, which has the whole base; use "
+            "trainer.ranks = 1, or leave lora out"
+        )
+    if policy.optimizer.type == "adamw_8bit":
+        problems.append(
+            f"{ranks} cannot be with {where}.optimizer.type='adamw_8bit', which does not know parts of tensors; use "
+            "adamw: each rank has moments for its part of the model only"
+        )
+    return problems
