@@ -28,6 +28,8 @@ def _problems(**policy):
         {"batch": {"groups": 4, "minibatches": 4, "epochs": 3}},
         {"batch": {"episodes": 64, "minibatches": 32}},
         {"algorithm": {"anchor": "proximal", "loss": "gspo"}},
+        {"optimizer": {"type": "sgd", "momentum": 0.9, "schedule": "wsd", "decay_steps": 3, "warmup_steps": 3}},
+        {"optimizer": {"type": "adamw_8bit", "betas": [0.9, 0.999], "schedule": "cosine", "min_lr_ratio": 0.1}},
         {"algorithm": {"advantage": "gae"}, "critic": {}},
         {"algorithm": {"advantage": "distill", "distill": {"teacher": "tiny-char"}}},
         {"algorithm": {"distill": {"teacher": "tiny-char", "coef": 0.1}}},
@@ -47,6 +49,21 @@ def test_good_settings(policy):
         ({"algorithm": {"anchor": "proximal", "loss": "decoupled_ppo"}}, "anchor='proximal' takes away the weight"),
         ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage='gae' needs a critic; add policies.actor.critic"),
         ({"critic": {}}, "policies.actor.critic has no effect with policies.actor.algorithm.advantage='grpo'"),
+        (
+            {"optimizer": {"momentum": 0.9}},
+            "momentum=0.9 has no effect with policies.actor.optimizer.type='adamw'",
+        ),
+        (
+            {"optimizer": {"type": "sgd", "eps": 1e-5}},
+            "eps=1e-05 has no effect with policies.actor.optimizer",
+        ),
+        ({"optimizer": {"type": "sgd", "betas": [0, 0]}}, "has no effect with policies.actor.optimizer.type='sgd'"),
+        (
+            {"optimizer": {"decay_steps": 2}},
+            "decay_steps=2 has no effect with policies.actor.optimizer.schedule",
+        ),
+        ({"optimizer": {"min_lr_ratio": 0.1}}, "min_lr_ratio=0.1 has no effect with"),
+        ({"optimizer": {"schedule": "wsd", "decay_steps": 4, "warmup_steps": 3}}, "must be <= run.steps=6 together"),
         ({"algorithm": {"advantage": "distill"}}, "advantage='distill' needs a teacher; add policies.actor.algorithm"),
         (
             {"algorithm": {"kl": {}, "distill": {"teacher": "tiny-char"}}},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from astraflow.config.schema import PolicySection, RunConfig
+from astraflow.config.schema import OptimizerSection, PolicySection, RunConfig
 
 GAE, DISTILL = "gae", "distill"
 """The estimators whose advantages the trainer makes, with a critic or a teacher."""
@@ -13,6 +13,12 @@ def training_problems(config: RunConfig) -> list[str]:
     problems: list[str] = []
     for name, policy in config.policies.items():
         where = f"policies.{name}"
+        problems += _optimizer_problems(f"{where}.optimizer", policy.optimizer, config.run.steps)
+        if policy.optimizer.type == "adamw_8bit" and policy.trainer.ranks > 1:
+            problems.append(
+                f"{where}.optimizer.type='adamw_8bit' cannot be with {where}.trainer.ranks={policy.trainer.ranks}: blocks "
+                "of moments do not follow the parts of a model; use adamw, whose moments are divided among the ranks"
+            )
         problems += [
             *_update_problems(where, policy),
             *_critic_problems(where, policy),
@@ -67,5 +73,28 @@ def _distill_problems(where: str, policy: PolicySection) -> list[str]:
         problems.append(
             f"{where}.algorithm.kl cannot be beside {where}.algorithm.distill: the teacher is what the policy is kept "
             "near; leave one of them out"
+        )
+    return problems
+
+
+def _optimizer_problems(where: str, section: OptimizerSection, steps: int) -> list[str]:
+    adam, plain = section.type != "sgd", OptimizerSection()
+    idle = {
+        "momentum": (adam and section.momentum != plain.momentum, f"type={section.type!r}"),
+        "betas": (not adam and section.betas != plain.betas, "type='sgd'"),
+        "eps": (not adam and section.eps != plain.eps, "type='sgd'"),
+        "decay_steps": (section.schedule != "wsd" and section.decay_steps > 0, f"schedule={section.schedule!r}"),
+        "min_lr_ratio": (section.schedule == "constant" and section.min_lr_ratio > 0, "schedule='constant'"),
+    }
+    values = section.model_dump()
+    problems = [
+        f"{where}.{name}={values[name]} has no effect with {where}.{why}; leave it out"
+        for name, (has_none, why) in idle.items()
+        if has_none
+    ]
+    if section.warmup_steps + section.decay_steps > steps:
+        problems.append(
+            f"{where}.warmup_steps={section.warmup_steps} and decay_steps={section.decay_steps} must be <= "
+            f"run.steps={steps} together; lower one of them"
         )
     return problems
