@@ -10,21 +10,19 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from astraflow.config.env import child_environment
 from astraflow.errors import WeightError
 from astraflow.testing import forked
-from astraflow.testing.faults.weight_actors import KEEP, POLICY, known, model
+from astraflow.testing.faults.weight_actors import KEEP, LIMIT_S, POLICY, Popen, known, model, relaying, start
 from astraflow.testing.network.pacing import Conditions
 from astraflow.testing.network.shaper import Shaper
 from astraflow.testing.runs import wait_until
@@ -32,12 +30,9 @@ from astraflow.testing.weights import same_bits, serving_weights
 from astraflow.types import WeightVersion
 from astraflow.weights.client import Fetched, WeightClient
 from astraflow.weights.files.build import Base
-from astraflow.weights.server import start_server
 from astraflow.weights.store import FileStore
 
-Popen = Callable[..., Any]
 ELEMENTS = 6 << 20  # bfloat16: 12 MiB
-_LIMIT_S = 60.0
 _WINDOW = 1 << 18
 LINK = Conditions(bits_per_s=200e6, delay_s=0.005, window_bytes=_WINDOW)
 
@@ -70,11 +65,11 @@ def reader_killed(place: Path, popen: Popen = forked.popen, kills: int = 2) -> O
         words = ("read", url, "0", str(place / "spool"), str(place / "result.json"))
         for kill in range(1, kills + 1):
             reader = _actor(popen, place, *words)
-            wait_until(lambda k=kill: link.traffic().down >= nbytes * k // (kills + 1), "bytes to come", _LIMIT_S)  # type: ignore[misc]
+            wait_until(lambda k=kill: link.traffic().down >= nbytes * k // (kills + 1), "bytes to come", LIMIT_S)  # type: ignore[misc]
             reader.kill()
-            outcome.must(reader.wait(_LIMIT_S) == -signal.SIGKILL, "the reader was done before it was killed")
+            outcome.must(reader.wait(LIMIT_S) == -signal.SIGKILL, "the reader was done before it was killed")
         reader = _actor(popen, place, *words)
-        outcome.must(reader.wait(_LIMIT_S) == 0, f"the last reader failed: {_log(place)}")
+        outcome.must(reader.wait(LIMIT_S) == 0, f"the last reader failed: {_log(place)}")
         more = link.traffic().down - nbytes
     result = json.loads((place / "result.json").read_text())
     outcome.must(result["checksums"] == known(store.manifest(0).tensors), "the content differs")
@@ -92,20 +87,20 @@ def publisher_killed(place: Path, popen: Popen = forked.popen, kills: int = 24, 
     for kill in range(kills):
         begun = len(log.read_text().splitlines())
         publisher = _actor(popen, place, "publish", str(place), str(newest + 1), "100000", str(log))
-        wait_until(lambda n=begun: len(log.read_text().splitlines()) > n, "a version to begin", _LIMIT_S)  # type: ignore[misc]
+        wait_until(lambda n=begun: len(log.read_text().splitlines()) > n, "a version to begin", LIMIT_S)  # type: ignore[misc]
         if kill % 2:
             threading.Event().wait(chance.uniform(0.0, 0.12))
         else:
             _until_halfway(store.directory)
         publisher.kill()
-        publisher.wait(_LIMIT_S)
+        publisher.wait(LIMIT_S)
         halfway += bool(_half_done(store.directory))
         before, newest = newest, max(store.versions(), default=-1)
         outcome.must(newest >= before, f"version {before} was there and is gone")
         for version in store.versions()[-KEEP:]:
             outcome.must(same_bits(store.fetch(version), model(version)), f"version {version} is not what it was")
     last = _actor(popen, place, "publish", str(place), str(newest + 1), str(newest + 1), str(log))
-    outcome.must(last.wait(_LIMIT_S) == 0, f"the last publisher failed: {_log(place)}")
+    outcome.must(last.wait(LIMIT_S) == 0, f"the last publisher failed: {_log(place)}")
     outcome.must(halfway > 0, "no kill came in the middle of a version: nothing was tried")
     left = _half_done(store.directory)
     outcome.must(not left, f"{left} stayed behind")
@@ -144,7 +139,7 @@ def wrong_base(place: Path) -> Outcome:
     client = WeightClient()
     with serving_weights(place) as url:
         wanted = WeightVersion(POLICY, 1, (f"{url}/weights/{POLICY}",))
-        held = client.fetch(msg_version(wanted, 0))
+        held = client.fetch(WeightVersion(POLICY, 0, wanted.urls))
         held.tensors["w"][7] += 1
         fetched = client.fetch(wanted, held)
     outcome.must(same_bits(fetched.tensors, model(1, ELEMENTS)), "the delta was applied to a wrong base")
@@ -162,7 +157,7 @@ def version_deleted(place: Path) -> Outcome:
     with serving_weights(place) as direct, Shaper(Conditions(20e6, 0.0, _WINDOW)) as link:
         url = link.forward(f"{direct}/weights/{POLICY}")
         with _fetching(client, WeightVersion(POLICY, 0, (url,))) as found:
-            wait_until(lambda: link.traffic().down > 1 << 20, "bytes to come", _LIMIT_S)
+            wait_until(lambda: link.traffic().down > 1 << 20, "bytes to come", LIMIT_S)
             for version in range(1, 5):
                 store.publish(version, model(version, ELEMENTS))
             outcome.must(0 in store.versions(), "a version was retired while it was read")
@@ -177,7 +172,7 @@ def version_deleted(place: Path) -> Outcome:
         link.change(Conditions(20e6, 0.0, _WINDOW))
         before = link.traffic().down
         with _fetching(client, WeightVersion(POLICY, 4, (url,))) as found:
-            wait_until(lambda: link.traffic().down > before + (1 << 20), "bytes to come", _LIMIT_S)
+            wait_until(lambda: link.traffic().down > before + (1 << 20), "bytes to come", LIMIT_S)
             shutil.rmtree(store.directory / "4")
             link.cut()
             link.change(Conditions())
@@ -189,35 +184,34 @@ def version_deleted(place: Path) -> Outcome:
     return outcome
 
 
-def relay_lost(place: Path) -> Outcome:
-    """`kill -9` of the relay's server in the middle of a part: the node goes on with the trainer where it was."""
-    outcome = Outcome("relay lost mid-fetch")
-    store = _publish(place, 0)
-    nbytes = store.infos()[0].full_nbytes
-    relay = start_server(place)
-    try:
-        with serving_weights(place) as direct, Shaper(LINK) as link, Shaper(Conditions(LINK.bits_per_s, 0.1)) as far:
-            near_url = link.forward(relay.policy_url(POLICY))
-            far_url = far.forward(f"{direct}/weights/{POLICY}")
-            client = WeightClient(spool=place / "spool", give_up_s=0.5)
-            with _fetching(client, WeightVersion(POLICY, 0, (far_url, near_url))) as found:
-                wait_until(lambda: link.traffic().down > nbytes // 2, "half of it to come from the relay", _LIMIT_S)
-                os.kill(relay.pid, signal.SIGKILL)
+def relay_lost(place: Path, popen: Popen = forked.popen, readers: int = 3) -> Outcome:
+    """`kill -9` of `astraflow relay` and its server amid parts: its readers go on with the trainer where they were."""
+    outcome = Outcome(f"astraflow relay lost mid-fetch of {readers} readers")
+    nbytes = readers * _publish(place / "origin", 0).infos()[0].full_nbytes
+    with serving_weights(place / "origin") as direct, Shaper(LINK) as near, ExitStack() as more:
+        far = more.enter_context(Shaper(Conditions(LINK.bits_per_s, 0.1)))
+        origin = far.forward(f"{direct}/weights/{POLICY}")
+        told, relay = more.enter_context(relaying(place, origin, near, popen))
+        before, wanted = far.traffic().down, told()
+        clients = [WeightClient(spool=place / f"spool{i}", give_up_s=0.5) for i in range(readers)]
+        with ExitStack() as fetches:
+            found = [fetches.enter_context(_fetching(client, wanted)) for client in clients]
+            wait_until(lambda: near.traffic().down > nbytes // 2, "half of it to come from the relay", LIMIT_S)
+            os.killpg(relay.pid, signal.SIGKILL)
+            outcome.must(relay.wait(LIMIT_S) == -signal.SIGKILL, f"the relay had ended: {_log(place)}")
+        by_relay, by_trainer = near.traffic().down, far.traffic().down - before
+        wait_until(lambda: told().urls == (origin,), "the relay to be forgotten", LIMIT_S)
+        failed = sum(client.counts["failed_stores"] for client in clients)
+        for client in clients:
             client.close()
-            by_relay, by_trainer = link.traffic().down, far.traffic().down
-    finally:
-        relay.stop()
-    outcome.must(found[1] is None, f"the fetch failed: {found[1]}")
-    outcome.must(bool(found[0]) and same_bits(found[0].tensors, model(0, ELEMENTS)), "the content differs")
-    allowed = nbytes - by_relay + _WINDOW + (1 << 20)
+    for fetched, error in found:
+        outcome.must(error is None, f"a fetch failed: {error}")
+        outcome.must(bool(fetched) and same_bits(fetched.tensors, model(0, ELEMENTS)), "the content differs")
+    outcome.must(failed == readers, f"{failed} readers lost the relay: not all were tried")
+    allowed = nbytes - by_relay + readers * (_WINDOW + (1 << 20))
     outcome.must(by_trainer <= allowed, f"{by_trainer} bytes came from the trainer, at most {allowed} were missing")
     outcome.seen = f"{by_relay / 1e6:.1f} MB from the relay, the other {by_trainer / 1e6:.1f} MB from the trainer"
     return outcome
-
-
-def msg_version(wanted: WeightVersion, version: int) -> WeightVersion:
-    """Another version in the same stores."""
-    return WeightVersion(wanted.policy, version, wanted.urls)
 
 
 def slow_reader(place: Path, readers: int = 8) -> Outcome:
@@ -230,9 +224,9 @@ def slow_reader(place: Path, readers: int = 8) -> Outcome:
         alone = _times(url, readers)
         client = WeightClient()
         with _fetching(client, WeightVersion(POLICY, 0, (slow,))) as found:
-            wait_until(lambda: link.traffic().down > 1000, "the slow one to be served", _LIMIT_S)
+            wait_until(lambda: link.traffic().down > 1000, "the slow one to be served", LIMIT_S)
             beside, began = _times(url, readers), link.traffic()
-            wait_until(lambda: link.traffic().down > began.down + 1000, "the slow one to go on", _LIMIT_S)
+            wait_until(lambda: link.traffic().down > began.down + 1000, "the slow one to go on", LIMIT_S)
             outcome.must(link.traffic().connections == 1, "the slow reader had to connect again")
             client.close()
             link.refuse(3600.0)
@@ -254,7 +248,7 @@ def stalled_link(place: Path) -> Outcome:
         client = WeightClient(timeout_s=0.3, give_up_s=0.3)
         begin = time.monotonic()
         with _fetching(client, WeightVersion(POLICY, 0, (url,))) as found:
-            wait_until(lambda: link.traffic().down > 1 << 20, "bytes to come", _LIMIT_S)
+            wait_until(lambda: link.traffic().down > 1 << 20, "bytes to come", LIMIT_S)
             link.stall()
         took = time.monotonic() - begin
         outcome.must("no byte came" in str(found[1]), f"the error does not say it: {found[1]}")
@@ -290,11 +284,7 @@ def _publish(root: Path, *versions: int, keep: int = 0, full_every: int = 50) ->
 
 
 def _actor(popen: Popen, place: Path, *words: str) -> Any:
-    with (place / "actors.log").open("ab") as out:
-        return popen(
-            [sys.executable, "-m", "astraflow.testing.faults.weight_actors", *words],
-            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=child_environment(None),
-        )  # fmt: skip
+    return start(popen, place, [sys.executable, "-m", "astraflow.testing.faults.weight_actors", *words])
 
 
 def _log(place: Path) -> str:
@@ -315,9 +305,9 @@ def _fetching(client: WeightClient, wanted: WeightVersion) -> Iterator[list[Any]
     thread = threading.Thread(target=fetch, name="reader")
     thread.start()
     yield found
-    thread.join(_LIMIT_S)
+    thread.join(LIMIT_S)
     if thread.is_alive():
-        raise WeightError("fetch", wanted.version, f"did not end in {_LIMIT_S:g} s", "see the drill")
+        raise WeightError("fetch", wanted.version, f"did not end in {LIMIT_S:g} s", "see the drill")
 
 
 def _error(fetch: Callable[[], Fetched]) -> str:
@@ -339,7 +329,7 @@ def _times(url: str, readers: int) -> list[float]:
     clients = [WeightClient() for _ in range(readers)]
     pool = ThreadPoolExecutor(readers, "reader")
     try:
-        return list(pool.map(fetch, clients, timeout=_LIMIT_S))
+        return list(pool.map(fetch, clients, timeout=LIMIT_S))
     finally:
         for client in clients:
             client.close()
@@ -352,10 +342,10 @@ def _half_done(directory: Path) -> list[str]:
 
 def _until_halfway(directory: Path) -> None:
     """A version takes a few milliseconds, so this looks without a pause."""
-    before, deadline = _half_done(directory), time.monotonic() + _LIMIT_S
+    before, deadline = _half_done(directory), time.monotonic() + LIMIT_S
     while set(_half_done(directory)) <= set(before):
         if time.monotonic() > deadline:
-            raise WeightError("directory", str(directory), f"had no half version in {_LIMIT_S:g} s", "see the drill")
+            raise WeightError("directory", str(directory), f"had no half version in {LIMIT_S:g} s", "see the drill")
 
 
 def _flip(path: Path) -> None:
