@@ -32,6 +32,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("leave_one_out", {}),
     ("reinforce_pp", {}),
     ("reinforce_pp", {"baseline": "group", "by": "tokens"}),
+    ("reinforce_pp", {"over": "source"}),
     ("per_call", {}),
     ("per_call", {"gamma": 0.9, "normalize": True}),
     ("per_call", {"baseline": "group"}),
@@ -149,6 +150,13 @@ def test_reinforce_pp_with_group_baseline_by_hand() -> None:
     assert result[0] == pytest.approx([math.sqrt(2), -math.sqrt(2)]) and result[1] == [0.0, 0.0]
 
 
+def test_reinforce_pp_over_sources_knows_the_scale_of_each() -> None:
+    groups = [group([1.0, 0.0]), group([100.0, 0.0], source="other"), group([1.0, 1.0], row=1)]
+    high, low = 1 / math.sqrt(3), -math.sqrt(3)  # of train: mean 3/4, std sqrt(3)/4
+    result = advantages(ReinforcePp(over="source", eps=1e-12), *groups)
+    assert [pytest.approx(x) for x in result] == [[high, low], [1.0, -1.0], [high, high]]
+
+
 def test_reinforce_pp_by_tokens_counts_long_episodes_more() -> None:
     one = group([1.0, 0.0], num_tokens=[1, 3])  # mean 1/4, std sqrt(3)/4
     assert advantages(ReinforcePp(by="tokens", eps=1e-12), one)[0] == pytest.approx([math.sqrt(3), -1 / math.sqrt(3)])
@@ -235,6 +243,7 @@ def test_for_a_teacher_rewards_are_no_credit() -> None:
         (lambda: Grpo(eps=0.0), "grpo.eps=0.0 must be > 0"),
         (lambda: ReinforcePp(eps=0.0), "reinforce_pp.eps=0.0 must be > 0"),
         (lambda: PerCall(eps=0.0), "per_call.eps=0.0 must be > 0"),
+        (lambda: ReinforcePp(over="all"), "reinforce_pp.over=all must be batch or source"),  # type: ignore[arg-type]
         (lambda: ReinforcePp(baseline="mean"), "reinforce_pp.baseline=mean must be none or group"),  # type: ignore[arg-type]
         (lambda: PerCall(gamma=1.5), "per_call.gamma=1.5 must be 0 to 1"),
         (lambda: PerCall(normalize=True, baseline="none"), "must be false without a baseline"),
