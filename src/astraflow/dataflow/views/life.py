@@ -6,7 +6,8 @@
 | admitted  | policies, purpose                                                               |
 | leased    | episodes that one request got, attempt, node                                    |
 | lost      | episode, attempt, node, why (given back, silent, training is over)              |
-| committed | episode, attempt, node, reward per policy, tokens, error                        |
+| committed | episodes of one request, attempt, node, their rewards per policy, their tokens  |
+| failed    | episode, attempt, node, error                                                   |
 | refused   | episode, attempt, node, why                                                     |
 | judged    | policy; advantages and weight that its operators made                           |
 | columns   | policy, stage, episode                                                          |
@@ -77,19 +78,33 @@ def _leased(command: c.LeaseEpisodes, leases: Iterable[EpisodeLease], machine: M
 
 
 def _committed(command: c.CommitEpisodes, answers: dict[str, str]) -> Iterator[Found]:
+    done: dict[tuple[str, int], dict[str, Any]] = {}  # siblings of one request share a moment
     for episode in command.episodes:
         group_id, k = split_id(episode.episode_id)
-        fields: dict[str, Any] = {"episode": k, "attempt": episode.attempt}
-        fields["node"] = command.node_id
         answer = answers[episode.episode_id]
-        if answer != "accepted":
-            yield group_id, "refused", {**fields, "why": answer.removeprefix("refused: ")}
+        if answer == "accepted" and episode.error is None:
+            fields = done.get((group_id, episode.attempt))
+            if fields is None:
+                fields = {
+                    "episodes": [],
+                    "attempt": episode.attempt,
+                    "node": command.node_id,
+                    "reward": {},
+                    "tokens": [],
+                }
+                done[group_id, episode.attempt] = fields
+            fields["episodes"].append(k)
+            fields["tokens"].append(sum(part.num_tokens for part in episode.parts))
+            for part in episode.parts:
+                rewards = fields["reward"].setdefault(part.policy, [])
+                rewards += [None] * (len(fields["episodes"]) - 1 - len(rewards)) + [part.reward]
             continue
-        if episode.error is not None:
-            fields["error"] = episode.error[:200]
+        fields = {"episode": k, "attempt": episode.attempt, "node": command.node_id}
+        if answer == "accepted":
+            yield group_id, "failed", {**fields, "error": (episode.error or "")[:200]}
         else:
-            fields["reward"] = {part.policy: part.reward for part in episode.parts}
-            fields["tokens"] = sum(part.num_tokens for part in episode.parts)
+            yield group_id, "refused", {**fields, "why": answer.removeprefix("refused: ")}
+    for (group_id, _), fields in done.items():
         yield group_id, "committed", fields
 
 
