@@ -20,6 +20,7 @@ from astraflow.testing.weights import make_tensors, same_bits, serving_weights
 from astraflow.types import WeightVersion
 from astraflow.weights.client import WeightClient
 from astraflow.weights.fetch import http as http_reader
+from astraflow.weights.fetch.pace import SlowStore
 from astraflow.weights.fetch.spool import Spooled
 from astraflow.weights.files.build import Base
 from astraflow.weights.manifest import MANIFEST
@@ -371,6 +372,23 @@ def test_a_store_that_trickles_is_left_while_others_were_not_tried(
         assert same_bits(client.fetch(WeightVersion("actor", 3, (slow_url,))).tensors, make_tensors())
         assert len(slow.ranges) == 1, "alone it may be as slow as it is"
     client.close()
+
+
+def test_a_slow_store_is_asked_again_before_those_that_do_not_answer(client: WeightClient) -> None:
+    """They cost a minute each, and stores are not asked for ever."""
+    urls, asked = ["http://slow/actor", "http://dead/actor", "http://empty/actor"], list[tuple[str, bool]]()
+    client._chooser.failed("http://dead/actor")
+
+    def attempt(url: str, leave: bool) -> str:
+        asked.append((url, leave))
+        if url == urls[0] and leave:
+            raise SlowStore("part", "1 bytes", "comes slowly", "wait")
+        if url == urls[2]:
+            raise WeightError("version", 3, "is not there", "wait")
+        return url
+
+    assert client._from_one(WeightVersion("actor", 3, tuple(urls)), urls, attempt, []) == urls[0]
+    assert asked == [(urls[0], True), (urls[2], True), (urls[0], False)]
 
 
 @pytest.mark.parametrize("drips", [MANIFEST, "model.safetensors"])

@@ -1,4 +1,4 @@
-"""Processes that a drill of the weight plane kills: a relay, and `python -m astraflow.testing.faults.weight_actors ...`.
+"""Processes that a drill of the weight plane kills: a relay, and this module with one of two roles.
 
 `read URL VERSION SPOOL RESULT`: fetch a version as a node does and write what came, as JSON.
 `publish ROOT FROM TO LOG`: publish versions of `model` one after the other, the number of each to a line before it.
