@@ -37,6 +37,7 @@ def test_ppo_clip_takes_the_pessimistic_bound():
     assert torch.allclose(losses, torch.tensor([-1.0, -1.3, -0.5, 1.5, 0.8]))
     assert (gradient == 0).tolist() == [False, True, False, False, True]
     assert sums["policy/clip_fraction"] == 2
+    assert sums["policy/clip_low_fraction"] == sums["policy/clip_high_fraction"] == 1
 
 
 def test_gradient_at_ratio_one_is_minus_the_advantage():

@@ -159,7 +159,33 @@ def test_zero_variance_keeps_the_size_of_a_batch_by_admitting_others() -> None:
     batch = one.take(0)
     assert batch is not None and len(batch.groups) == 2
     assert one.machine.state.policies["actor"].dropped == {"zero_variance": 3}
+    assert batch.metrics["groups/zero_variance_fraction"] == 3 / 5
     check_law(one.machine)
+
+
+def test_the_share_of_equal_groups_is_that_since_the_last_batch() -> None:
+    one, shares = desk(["zero_variance"]), []
+    for step, equals in enumerate(((True, False, False), (False, False), (True, True, False, False))):
+        for equal in equals:
+            one.commit(one.lease(2), [1.0, 1.0 if equal else 0.0], version=step)
+        batch = one.take(step)
+        assert batch is not None
+        shares.append(batch.metrics["groups/zero_variance_fraction"])
+        one.ack(step + 1)
+    assert shares == [1 / 3, 0.0, 1 / 2]
+
+
+def test_equal_groups_that_no_filter_takes_out_count_too_and_single_ones_do_not() -> None:
+    one = desk()
+    one.commit(one.lease(2), [1.0, 1.0])
+    one.commit(one.lease(2), [1.0, 0.0])
+    batch = one.take(0)
+    assert batch is not None and batch.metrics["groups/zero_variance_fraction"] == 1 / 2
+    single = Desk(small_config(policies__actor=policy_section(operators=["keep_all"]), workflow__group_size=1))
+    single.start()
+    single.play(2)
+    batch = single.take(0)
+    assert batch is not None and batch.metrics["groups/zero_variance_fraction"] == 0
 
 
 def test_when_a_filter_leaves_nothing_the_advice_is_about_that_filter() -> None:

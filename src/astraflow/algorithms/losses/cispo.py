@@ -6,7 +6,7 @@ import torch
 
 from astraflow.algorithms.aggregate import Aggregation
 from astraflow.algorithms.importance import log_ratios
-from astraflow.algorithms.losses.contract import LocalLoss, Metrics, Prepared, TrainedTokens, check_clip
+from astraflow.algorithms.losses.contract import LocalLoss, Metrics, Prepared, TrainedTokens, check_clip, clip_counts
 
 
 class Cispo(LocalLoss):
@@ -23,7 +23,8 @@ class Cispo(LocalLoss):
 
     def __call__(self, tokens: TrainedTokens, prepared: Prepared = None) -> tuple[torch.Tensor, Metrics]:
         """See `PolicyLoss`."""
-        ratio = log_ratios(tokens.policy_logprobs.detach(), tokens.behavior_logprobs).exp()
+        log_ratio = log_ratios(tokens.policy_logprobs.detach(), tokens.behavior_logprobs)
+        ratio = log_ratio.exp()
         weight = ratio.clamp(self.low, self.high)
         losses = -weight * tokens.advantages * tokens.policy_logprobs
-        return losses, {"policy/clip_fraction": (weight != ratio).sum()}
+        return losses, clip_counts(weight != ratio, log_ratio)

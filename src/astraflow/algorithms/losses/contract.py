@@ -88,6 +88,16 @@ class LocalLoss:
         return None
 
 
+def clip_counts(clipped: torch.Tensor, log_ratio: torch.Tensor) -> Metrics:
+    """Of the tokens [N] bool whose gradient or weight was cut: all, those below 1 and those above."""
+    low, high = clipped & (log_ratio < 0), clipped & (log_ratio > 0)
+    return {
+        "policy/clip_fraction": clipped.sum(),
+        "policy/clip_low_fraction": low.sum(),
+        "policy/clip_high_fraction": high.sum(),
+    }
+
+
 def check_aggregation(value: Aggregation) -> Aggregation:
     """`value`. Raises: Problem: it is neither a known name nor a positive number."""
     known = value in ("token", "sequence") if isinstance(value, str) else value > 0

@@ -8,7 +8,15 @@ import torch
 
 from astraflow.algorithms.aggregate import Aggregation
 from astraflow.algorithms.importance import log_ratios
-from astraflow.algorithms.losses.contract import LocalLoss, Metrics, Prepared, TrainedTokens, check, check_clip
+from astraflow.algorithms.losses.contract import (
+    LocalLoss,
+    Metrics,
+    Prepared,
+    TrainedTokens,
+    check,
+    check_clip,
+    clip_counts,
+)
 from astraflow.algorithms.losses.ppo_clip import clipped_surrogate
 
 Proximal = Literal["interpolated", "exact"]
@@ -43,12 +51,11 @@ class DecoupledPpo(LocalLoss):
     def __call__(self, tokens: TrainedTokens, prepared: Prepared = None) -> tuple[torch.Tensor, Metrics]:
         """See `PolicyLoss`."""
         proximal = self._interpolated(tokens) if self.interpolated else tokens.proximal
-        ratio = log_ratios(tokens.policy_logprobs, proximal).exp()
-        surrogate, active = clipped_surrogate(ratio, tokens.advantages, self.low, self.high)
+        log_ratio = log_ratios(tokens.policy_logprobs, proximal)
+        surrogate, active = clipped_surrogate(log_ratio.exp(), tokens.advantages, self.low, self.high)
         weight = log_ratios(proximal, tokens.behavior_logprobs).exp()
         dropped = weight > self.max_weight if self.max_weight else torch.zeros_like(active)
-        return -torch.where(dropped, 0.0, weight) * surrogate, {
-            "policy/clip_fraction": active.sum(),
+        return -torch.where(dropped, 0.0, weight) * surrogate, clip_counts(active, log_ratio) | {
             "policy/dropped_fraction": dropped.sum(),
             "policy/behavior_weight": weight.sum(),
         }

@@ -6,7 +6,7 @@ import torch
 
 from astraflow.algorithms.aggregate import Aggregation
 from astraflow.algorithms.importance import log_ratios, sequence_sums
-from astraflow.algorithms.losses.contract import LocalLoss, Metrics, Prepared, TrainedTokens, check_clip
+from astraflow.algorithms.losses.contract import LocalLoss, Metrics, Prepared, TrainedTokens, check_clip, clip_counts
 from astraflow.algorithms.losses.ppo_clip import clipped_surrogate
 
 
@@ -29,4 +29,4 @@ class Gspo(LocalLoss):
         means = sequence_sums(log_ratio.detach(), tokens.sequences, len(tokens.lengths)) / tokens.lengths
         ratio = (means[tokens.sequences] + (log_ratio - log_ratio.detach())).exp()
         surrogate, active = clipped_surrogate(ratio, tokens.advantages, self.low, self.high)
-        return -surrogate, {"policy/clip_fraction": active.sum()}
+        return -surrogate, clip_counts(active, means[tokens.sequences])

@@ -8,7 +8,7 @@ import torch
 
 from astraflow.algorithms.aggregate import Aggregation
 from astraflow.algorithms.importance import log_ratios
-from astraflow.algorithms.losses.contract import Metrics, Prepared, TrainedTokens, check, check_aggregation
+from astraflow.algorithms.losses.contract import Metrics, Prepared, TrainedTokens, check, check_aggregation, clip_counts
 
 
 class M2po:
@@ -74,7 +74,7 @@ class M2po:
         with torch.no_grad():
             moment = torch.where(counts, log_ratio.square(), 0.0).sum()
         of = self.tokens
-        sums = {"policy/clip_fraction": dropped.sum(), f"policy/{of}_m2": moment}
+        sums = clip_counts(dropped, log_ratio) | {f"policy/{of}_m2": moment}
         return losses, sums if of == "all" else sums | {"policy/outward_fraction": counts.sum()}
 
     def _counts(self, log_ratio: torch.Tensor, tokens: TrainedTokens) -> torch.Tensor:

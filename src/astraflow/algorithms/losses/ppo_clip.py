@@ -6,7 +6,15 @@ import torch
 
 from astraflow.algorithms.aggregate import Aggregation
 from astraflow.algorithms.importance import log_ratios
-from astraflow.algorithms.losses.contract import LocalLoss, Metrics, Prepared, TrainedTokens, check, check_clip
+from astraflow.algorithms.losses.contract import (
+    LocalLoss,
+    Metrics,
+    Prepared,
+    TrainedTokens,
+    check,
+    check_clip,
+    clip_counts,
+)
 
 
 class PpoClip(LocalLoss):
@@ -35,14 +43,15 @@ class PpoClip(LocalLoss):
 
     def __call__(self, tokens: TrainedTokens, prepared: Prepared = None) -> tuple[torch.Tensor, Metrics]:
         """See `PolicyLoss`."""
-        ratio = log_ratios(tokens.policy_logprobs, tokens.behavior_logprobs).exp()
+        log_ratio = log_ratios(tokens.policy_logprobs, tokens.behavior_logprobs)
+        ratio = log_ratio.exp()
         surrogate, active = clipped_surrogate(ratio, tokens.advantages, self.low, self.high)
         if self.dual_clip:
             floor = self.dual_clip * tokens.advantages
             bad = tokens.advantages < 0
             active |= bad & (surrogate < floor)
             surrogate = torch.where(bad, torch.maximum(surrogate, floor), surrogate)
-        return -surrogate, {"policy/clip_fraction": active.sum()}
+        return -surrogate, clip_counts(active, log_ratio)
 
 
 def clipped_surrogate(

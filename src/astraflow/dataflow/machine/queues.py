@@ -187,6 +187,9 @@ class Queues:
         for group in picked.again:
             accounts.retain_entries(context, group.entries)
         metrics |= {"queue/groups": float(policy.num_waiting), "batch/replayed_groups": float(num_again)}
+        equal = policy.dropped.get("zero_variance", 0)
+        metrics["groups/zero_variance_fraction"] = forming.equal_share(picked.fresh, equal - policy.equal_before)
+        policy.equal_before = equal
         batch = Batch(step, groups, metrics, num_replayed=num_again)
         if replay.stores and groups[num_again:] != picked.fresh:
             batch.originals = picked.fresh

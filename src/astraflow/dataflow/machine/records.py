@@ -175,6 +175,7 @@ class PolicyState(msgspec.Struct):
     dropped: dict[str, int] = {}
     num_dropped: int = 0
     dropped_episodes: dict[str, int] = {}  # episodes with rows, of groups that were not dropped
+    equal_before: int = 0  # dropped by zero_variance when the last batch was formed
     dropped_in_row: int = 0  # since the last batch was formed
     failed_in_row: int = 0  # of those, groups whose episodes failed or had no reward
     operators: list[dict[str, Any]] = []  # operator states, filled for a snapshot

@@ -125,6 +125,12 @@ def _percentile_99(values: np.ndarray) -> float:
     return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
 
 
+def equal_share(fresh: list[QueuedGroup], num_dropped: int) -> float:
+    """Of the groups that came in for a batch, the share of equal rewards; `num_dropped` of these are not in it."""
+    equal = sum(len(g.entries) > 1 and len({e.part.reward for e in g.entries}) == 1 for g in fresh)
+    return (equal + num_dropped) / max(1, len(fresh) + num_dropped)
+
+
 def batch_metrics(groups: list[QueuedGroup], version: int, max_staleness: int) -> dict[str, float]:
     """What the batch is made of; staleness is per trajectory: `version` minus the oldest of its sampled tokens.
 
@@ -144,6 +150,7 @@ def batch_metrics(groups: list[QueuedGroup], version: int, max_staleness: int) -
         "success/mean": float(np.mean([e.success for e in entries])),
         "tokens/sampled": float(tokens.sum()),
         "tokens/per_episode": float(tokens.mean()),
+        "tokens/per_episode_max": float(tokens.max()),
         "episodes/truncated": sum(e.part.num_truncated for e in entries) / max(num_rows, 1),
         "staleness/mean": float(staleness.mean()),
         "staleness/p99": _percentile_99(staleness),
