@@ -21,10 +21,10 @@ import os
 import re
 import stat
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -42,6 +42,7 @@ from astraflow.wire.app import HttpError, create_app, json_reply
 from astraflow.wire.bulk import Client, client_of
 from astraflow.wire.describe.openapi import Operation, document
 
+T = TypeVar("T")
 log = logging.getLogger("astraflow.weights")
 PIECE_BYTES = 4 << 20
 STALL_S = 120.0
@@ -206,6 +207,33 @@ def create_weights_app(root: Path, token: str | None) -> Starlette:
     return create_app(routes, token=token, lifespan=serving.lifespan)
 
 
+class _Shared:
+    """What many readers ask for at once is done once, and goes on when one of them is gone."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[object, ...], asyncio.Task[Any]] = {}
+
+    def task(self, work: Callable[..., Coroutine[Any, Any, T]], *words: object) -> asyncio.Task[T]:
+        """The one that does `work(*words)`."""
+        key = (work, *words)
+        task = self._running.get(key)
+        if task is None:
+            task = self._running[key] = asyncio.create_task(work(*words), name=work.__name__)
+            task.add_done_callback(lambda done: self._end(key, done))
+        return task
+
+    async def close(self) -> None:
+        """End all."""
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def _end(self, key: tuple[object, ...], done: asyncio.Task[Any]) -> None:
+        del self._running[key]
+        if not done.cancelled():
+            done.exception()  # whoever waits raises it; perhaps nobody waits any more
+
+
 class _Serving:
     """The replies."""
 
@@ -214,11 +242,13 @@ class _Serving:
         self._stores: dict[str, FileStore] = {}
         self._finishing: set[asyncio.Task[None]] = set()
         self._kept: dict[tuple[str, int], ReaderLease] = {}
+        self._shared = _Shared()
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         """Leases end with the server."""
         yield
+        await self._shared.close()
         for task in self._finishing:
             task.cancel()
         await asyncio.gather(*self._finishing, return_exceptions=True)
@@ -235,7 +265,7 @@ class _Serving:
             raise HttpError(422, f"base={base:g} must be an earlier version than {version}; give one", "WeightError")
         with reading(self._root / policy, version):
             try:
-                merged = await asyncio.to_thread(self._store(policy).merged, version, int(base))
+                merged = await asyncio.shield(self._shared.task(self._merge, policy, version, int(base)))
             except WeightError as error:
                 raise HttpError(404, str(error), "WeightError") from error
             if merged is None:
@@ -250,7 +280,7 @@ class _Serving:
         if not is_file_name(name):
             raise _not_found("file", name, "must be a plain name that the manifest gives")
         if name == MANIFEST:
-            await _arrival(self._store(policy), version, min(_number(request, "wait_s", 0.0), LONGEST_WAIT_S))
+            await self._arrival(policy, version, min(_number(request, "wait_s", 0.0), LONGEST_WAIT_S))
         lease = ReaderLease(directory, version)
         lease.extend()
         try:
@@ -271,6 +301,24 @@ class _Serving:
             os.close(fd)
             raise
 
+    async def _merge(self, policy: str, version: int, base: int) -> Delta | None:
+        return await asyncio.to_thread(self._store(policy).merged, version, base)
+
+    async def _arrival(self, policy: str, version: int, wait_s: float) -> None:
+        """Wait for a version that is newer than all others; one that is gone will not come."""
+        deadline = time.monotonic() + wait_s
+        while (left := deadline - time.monotonic()) > 0 and not self._is_decided(policy, version):
+            await asyncio.wait({self._shared.task(self._decision, policy, version)}, timeout=left)
+
+    async def _decision(self, policy: str, version: int) -> None:
+        deadline = time.monotonic() + LONGEST_WAIT_S
+        while time.monotonic() < deadline and not self._is_decided(policy, version):
+            await asyncio.sleep(ARRIVAL_S)
+
+    def _is_decided(self, policy: str, version: int) -> bool:
+        store = self._store(policy)
+        return (store.directory / str(version)).exists() or version < max(store.versions(), default=-1)
+
     def _keep(self, policy: str, version: int) -> None:
         """Until those who were told of it ask for the first part: one lease for all of them, that is never released."""
         if (policy, version) not in self._kept and len(self._kept) >= _MOST_KEPT:
@@ -281,15 +329,6 @@ class _Serving:
         if policy not in self._stores and not (self._root / policy).is_dir():
             return FileStore(self._root, policy)  # any name may be asked for; only what exists is remembered
         return self._stores.setdefault(policy, FileStore(self._root, policy))
-
-
-async def _arrival(store: FileStore, version: int, wait_s: float) -> None:
-    """Wait for a version that is newer than all others; one that is gone will not come."""
-    deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline:
-        if (store.directory / str(version)).exists() or version < max(store.versions(), default=-1):
-            return
-        await asyncio.sleep(ARRIVAL_S)
 
 
 def _number(request: Request, name: str, otherwise: float) -> float:

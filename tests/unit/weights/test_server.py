@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,11 +20,13 @@ import urllib3
 from astraflow.errors import LaunchError, Unauthorized
 from astraflow.testing.weights import make_tensors, same_bits, serving_weights
 from astraflow.types import WeightVersion
+from astraflow.weights import app as app_module
 from astraflow.weights.client import WeightClient
 from astraflow.weights.files.leases import leased_versions
-from astraflow.weights.manifest import MANIFEST
+from astraflow.weights.manifest import MANIFEST, Delta
 from astraflow.weights.server import ServerProcess, start_server
 from astraflow.weights.store import FileStore
+from published import publish
 
 TOKEN = "correct-horse"
 
@@ -225,6 +228,52 @@ def test_readers_of_manifests_share_one_lease(tmp_path: Path) -> None:
             assert urllib3.request("GET", f"{url}/weights/actor/0/manifest.json").status == 200
         assert leased_versions(store.directory) == {0}
         assert len(list((store.directory / ".readers").glob("0.*"))) == 1
+
+
+def test_what_many_ask_for_at_once_is_merged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(FileStore(tmp_path, "actor", full_every=50), range(4))
+    merged, going, merges = FileStore.merged, threading.Event(), list[int]()
+
+    def slow(self: FileStore, version: int, base: int) -> Delta | None:
+        merges.append(base)
+        going.wait(20)
+        return merged(self, version, base)
+
+    monkeypatch.setattr(FileStore, "merged", slow)
+    with serving_weights(tmp_path) as url, ThreadPoolExecutor(8) as readers:
+        urls = [f"{url}/weights/actor/3/delta?base={base}" for base in (0, 0, 0, 1, 0, 99)]
+        asked = [readers.submit(urllib3.request, "GET", url) for url in urls]
+        assert until(lambda: sorted(merges) == [0, 1])
+        assert not until(lambda: len(merges) > 2, 0.2)
+        going.set()
+        assert [a.result().status for a in asked] == [200] * 5 + [422]
+        assert len({asked[i].result().data for i in (0, 1, 2, 4)}) == 1
+        assert readers.submit(urllib3.request, "GET", urls[0]).result().status == 200 and len(merges) == 3
+
+
+def test_readers_that_wait_for_a_version_are_one_look_at_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path, "actor")
+    store.publish(0, make_tensors(0))
+    looks, decide = list[int](), app_module._Serving._decision
+
+    def counted(self: app_module._Serving, policy: str, version: int) -> Coroutine[None, None, None]:
+        looks.append(version)
+        return decide(self, policy, version)
+
+    monkeypatch.setattr(app_module._Serving, "_decision", counted)
+    with serving_weights(tmp_path) as url, ThreadPoolExecutor(8) as readers:
+
+        def ask(wait_s: float) -> int:
+            return urllib3.request("GET", f"{url}/weights/actor/1/manifest.json?wait_s={wait_s}", retries=False).status
+
+        assert ask(0.05) == 404
+        assert looks == [1]
+        waiting = [readers.submit(ask, 20.0) for _ in range(5)]
+        assert not until(lambda: len(looks) > 1, 0.3), "the one that began it has left, and it goes on"
+        store.publish(1, make_tensors(1))
+        assert [asked.result() for asked in waiting] == [200] * 5
 
 
 def test_eight_servers_start_at_once_without_a_clash(tmp_path: Path) -> None:

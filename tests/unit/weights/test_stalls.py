@@ -24,6 +24,7 @@ from astraflow.types import WeightVersion
 from astraflow.weights import client as client_module
 from astraflow.weights.app import Listing
 from astraflow.weights.client import ANNOUNCED_WAIT_S, WeightClient
+from astraflow.weights.fetch.http import HttpReader
 from astraflow.weights.fetch.pace import MIN_BYTES_PER_S, Pace, SlowStore
 from astraflow.weights.objects.bucket import ANSWER_S
 from astraflow.weights.objects.layout import INDEX, Index
@@ -253,6 +254,17 @@ def test_a_fetch_that_stalls_ends_in_time(
     assert "could not be fetched from any store" in error
     assert re.search("no byte came|gave no answer|fewer than .* bytes/s|s are allowed|was cut", error), error
     assert all(url.partition("?")[0] in error for url in urls_of(*stores)), error
+
+
+def test_one_silent_try_is_enough_while_another_store_was_not_tried(
+    source: FileStore, clock: Clock, stalled: Callable[..., Stall]
+) -> None:
+    stalled(".safetensors$", "silent", False)
+    reader = HttpReader(wire_client.HttpClient("http://h:80"), "/weights/actor", "actor", leave=True)
+    begun = clock.now
+    with pytest.raises(SlowStore, match="another store is there"):
+        reader.read(0, source.manifest(0).parts[0])
+    assert clock.now - begun == 30.0
 
 
 @pytest.mark.parametrize("how", ["silent", "half", "trickle"])
