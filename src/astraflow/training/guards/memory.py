@@ -44,6 +44,8 @@ def _named(policy: str, section: PolicySection, longest: int | None, error: Base
             fixes = [f"lower it to {max(longest, budget // 2)}"]
         if section.trainer.audit_trajectories:
             fixes.append(f"set policies.{policy}.trainer.audit_trajectories=0")
+        if not section.trainer.gradient_checkpointing:
+            fixes.append(f"set policies.{policy}.trainer.gradient_checkpointing=true")
     if section.lora is None:
         fixes.append(f"train an adapter (policies.{policy}.lora)")
     fixes.append("take a smaller model, or more memory")

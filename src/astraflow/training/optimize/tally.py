@@ -59,15 +59,22 @@ def batch_metrics(packs: list[Pack], version: int) -> dict[str, float]:
     """Sizes of a batch and its staleness: `version` minus the oldest version among a trajectory's sampled tokens."""
     oldest = [np.minimum.reduceat(p.versions, np.unique(p.target_sequence, return_index=True)[1]) for p in packs]
     staleness = version - np.concatenate(oldest) if packs else np.zeros(0)
-    tokens = sum(p.num_targets for p in packs)
+    tokens, computed = sum(p.num_targets for p in packs), sum(p.num_computed for p in packs)
+    seen = sum(int((p.position_ids + 1).sum()) for p in packs)
+    advantages = np.concatenate([p.advantages for p in packs]) if packs else np.zeros(1)
     fresh = sum(int((p.versions == version).sum()) for p in packs)
+    with np.errstate(invalid="ignore"):  # a batch that is not finite is skipped, and its metrics are left out
+        mean, deviation = float(advantages.mean()), float(advantages.std())
     return {
         "tokens": float(tokens),
         "input_tokens": float(sum(p.num_tokens for p in packs)),
-        "computed_tokens": float(sum(p.num_computed for p in packs)),
+        "computed_tokens": float(computed),
+        "context_tokens/mean": seen / max(1, computed),
         "sequences": float(len(staleness)),
         "microbatches": float(len(packs)),
         "microbatch_tokens/max": float(max((p.num_computed for p in packs), default=0)),
+        "advantage/mean": mean,
+        "advantage/std": deviation,
         "staleness/mean": float(staleness.mean()) if packs else 0.0,
         "staleness/max": float(staleness.max()) if packs else 0.0,
         "staleness/fresh_tokens": fresh / tokens if tokens else 1.0,
