@@ -74,17 +74,17 @@ class _Endpoints:
         self._relays = Relays(shell)
 
     def routes(self) -> list[Route]:
-        return [
+        return [  # tried one after the other: what is asked most often comes first
+            Route("/episodes", self.commit, methods=["POST"]),
+            Route("/leases", self.lease, methods=["POST"]),
+            Route("/policies/{policy}/batches", self.batch, methods=["POST"]),
+            Route("/policies/{policy}/batches/{batch_id:path}/ack", self.ack, methods=["POST"]),
             Route("/run", self.run),
             Route("/nodes", self.join, methods=["POST"]),
             Route("/nodes/{node_id}/heartbeat", self.heartbeat, methods=["POST"]),
             Route("/nodes/{node_id}", self.drain, methods=["DELETE"]),
-            Route("/leases", self.lease, methods=["POST"]),
-            Route("/episodes", self.commit, methods=["POST"]),
             Route("/policies/{policy}/resume", self.resume, methods=["POST"]),
             Route("/policies/{policy}/heartbeat", self.trainer_heartbeat, methods=["POST"]),
-            Route("/policies/{policy}/batches", self.batch, methods=["POST"]),
-            Route("/policies/{policy}/batches/{batch_id:path}/ack", self.ack, methods=["POST"]),
             Route("/policies/{policy}/checkpoints", self.checkpoint, methods=["POST"]),
             *StageEndpoints(self._shell).routes(),
             *ConsumerEndpoints(self._shell).routes(),

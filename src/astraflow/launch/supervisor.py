@@ -2,7 +2,7 @@
 
 supervision (pure) ── Start / Signal ──► subprocesses ── exit codes ──► Exited
      ▲                                      └── ready file of dataflow ──► Ready
-     └── Finished ◄── /status (a thread asks twice a second, and feeds the progress display)
+     └── Finished ◄── /status (a thread asks once a second, and feeds the progress display)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from astraflow.launch.supervision import (
 from astraflow.wire.client import HttpClient
 
 TICK_S = 0.1
-POLL_S = 0.5
+POLL_S = 1.0
 
 
 class Progress(Protocol):
