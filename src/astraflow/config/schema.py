@@ -225,13 +225,14 @@ class WarmStartSection(Strict):
 class TrainerSection(Strict):
     """trainer: how the training process runs."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     ranks: int = Field(1, ge=1, description="processes that hold a part of the model each, on one host by the launcher")
     threads: int = Field(0, ge=0, description="intra-op threads; 0: cores divided by torch processes, at least 1")
     gradient_checkpointing: bool = Field(
         False, description="less memory for activations, about a third more arithmetic"
     )
+    peak_tflops: float = Field(0.0, ge=0, description="TFLOP/s of one device, for perf/mfu; 0: by its name, if known")
     audit_trajectories: int = Field(
         4, ge=0, description="trajectories a step rescored under the exact versions that sampled them (logprob gap)"
     )

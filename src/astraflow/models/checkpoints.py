@@ -25,6 +25,8 @@ class StateFile(msgspec.Struct, kw_only=True):
     skipped_in_a_row: int
     audit_versions: list[int]
     files: dict[str, int]  # relative path -> bytes, of everything else in the directory
+    loss_scale: float = 65536.0  # of float16 arithmetic
+    good_updates: int = 0  # since it last changed
 
 
 def whole_checkpoints(root: Path) -> list[Path]:

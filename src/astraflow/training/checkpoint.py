@@ -42,6 +42,7 @@ from astraflow.models.checkpoints import STATE, StateFile, whole_checkpoints
 from astraflow.models.load import dtype_name, state_tensors
 from astraflow.models.lora.adapter import TENSORS
 from astraflow.models.lora.layers import effective_tensors, lora_tensors
+from astraflow.training.optimize.loss_scale import LossScale
 from astraflow.training.optimize.optimizers import moments_of
 
 ADAPTER = "adapter"
@@ -72,6 +73,7 @@ class TrainingState:
     rng: Tensors = field(default_factory=lambda: {"torch": torch.get_rng_state()})
     audit_versions: Mapping[int, Tensors] = field(default_factory=dict)
     master: Tensors | None = None  # None: the model's own files are float32
+    loss_scale: LossScale = field(default_factory=LossScale)  # of float16
     critic: Tensors | None = None  # None: the policy has none
     adapter: SavedAdapter | None = None  # None: all weights are trained, or (when loaded) it came with the model
 
@@ -162,6 +164,7 @@ def load_state(path: Path, read: Callable[[Path], Tensors] | None = None) -> Tra
             step=head.step,
             skipped=head.skipped,
             skipped_in_a_row=head.skipped_in_a_row,
+            loss_scale=LossScale(head.loss_scale, head.good_updates),
             optimizer=kinds.get("optimizer", {}),
             rng=kinds["rng"],
             audit_versions={v: kinds[f"version-{v}"] for v in head.audit_versions},
@@ -204,7 +207,7 @@ def load_optimizer_tensors(
     if different := sorted(expected ^ set(tensors)):
         raise TrainingError(
             "checkpoint.optimizer", different[0], "is missing or unknown",
-            "resume with the model and the optimizer.type that were checkpointed",
+            "resume with the model that was checkpointed and its optimizer.type",
         )  # fmt: skip
     for name, parameter in trained.items():
         if not tensors:
@@ -272,6 +275,8 @@ def _write_head(building: Path, state: TrainingState) -> None:
         step=state.step,
         skipped=state.skipped,
         skipped_in_a_row=state.skipped_in_a_row,
+        loss_scale=state.loss_scale.value,
+        good_updates=state.loss_scale.good_updates,
         audit_versions=sorted(state.audit_versions),
         files={str(path.relative_to(building)): path.stat().st_size for path in files},
     )

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from astraflow.training.feed.publisher import publisher_for
 from astraflow.training.guards.batches import SKIPPED, check_rows, keeping_skipped, longest_row
 from astraflow.training.guards.memory import naming_memory
 from astraflow.training.guards.resumed import check_same_model
+from astraflow.training.optimize.flops import StepCost, peak_tflops
 from astraflow.training.optimize.minibatches import groups_of
 from astraflow.training.parallel.ranks import ALONE, Ranks, device_of
 from astraflow.training.parallel.scoring import scoring_of
@@ -92,6 +94,7 @@ class Learner:
         with naming_memory(policy, self.section):
             self.trained = load_trained(self.section, self._directory, resumed, place)
         self.model = self.trained.model
+        self._cost = StepCost(self.model)
         self._device = device_of(self.section.trainer.device)
         with naming_memory(policy, self.section):
             self.model.to(self._device)  # type: ignore[arg-type]
@@ -137,6 +140,7 @@ class Learner:
             keeping_skipped(self._skipped if self._ranks.leads else None, table, self.stepper.counts),
         ):
             metrics = self.stepper.step(trained, self.version, groups_of(table), chains)
+        metrics |= self._cost.usage(metrics, self.section.batch.epochs, self._peak_tflops)
         if trained is not rows:
             metrics["masked/truncated"] = 1 - float((trained.weights > 0).sum() / max(1, (rows.weights > 0).sum()))
         self.version += 1
@@ -167,6 +171,7 @@ class Learner:
             step=counts.step,
             skipped=counts.skipped,
             skipped_in_a_row=counts.skipped_in_a_row,
+            loss_scale=replace(counts.scale),
             optimizer=optimizer_tensors(self.model, self.stepper.optimizer),
             audit_versions={v: t for v, t in self.auditor.versions.items() if v != self.version},
             master=state_tensors(self.model) if self._ranks.many else master,
@@ -204,8 +209,11 @@ class Learner:
         self._publisher.close()
 
     @property
-    def _bfloat16(self) -> bool:
-        return self.section.trainer.dtype == "bfloat16"
+    def _peak_tflops(self) -> float | None:
+        """Of all ranks together."""
+        trainer = self.section.trainer
+        one = peak_tflops(trainer.peak_tflops, self._device, trainer.dtype)
+        return None if one is None else one * self._ranks.size
 
     def _stepper(self) -> Stepper:
         loss = _loss(self.policy, self.section)
@@ -218,7 +226,7 @@ class Learner:
             temperature=self.section.sampling.temperature,
             entropy=self.section.algorithm.entropy,
             z_loss=self.section.algorithm.z_loss,
-            autocast=self._bfloat16,
+            arithmetic=self.section.trainer.dtype,
             epochs=self.section.batch.epochs,
             minibatches=self.section.batch.minibatches,
             seed=self.config.run.seed,
@@ -270,7 +278,7 @@ class Learner:
         load_optimizer_tensors(self.model, self.stepper.optimizer, state.optimizer)
         if self.stepper.critic is not None:
             self.stepper.critic.restore(state.critic or {})
-        self.stepper.counts = StepCounts(state.step, state.skipped, state.skipped_in_a_row)
+        self.stepper.counts = StepCounts(state.step, state.skipped, state.skipped_in_a_row, state.loss_scale)
         self.version = state.version
         for version, tensors in sorted(state.audit_versions.items()):
             self.auditor.remember(version, tensors)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -24,11 +24,13 @@ from astraflow.algorithms.importance import log_ratios, ratio_sums
 from astraflow.algorithms.losses.contract import PolicyLoss, Prepared, TrainedTokens
 from astraflow.config.schema import OptimizerSection
 from astraflow.errors import TrainingError
+from astraflow.models.load import DTYPES
 from astraflow.models.scoring.forward import Scores, prepare_model
 from astraflow.models.scoring.packing import Pack, TokenRows
 from astraflow.training.credit.chains import Chains, with_rewards
 from astraflow.training.credit.critic import Critic, Judged
 from astraflow.training.feed.session import Interrupted
+from astraflow.training.optimize.loss_scale import LossScale
 from astraflow.training.optimize.minibatches import PlacedPacks, placed_packs, selections, spread, with_facts
 from astraflow.training.optimize.optimizers import build_optimizer, learning_rate
 from astraflow.training.optimize.tally import Done, Totals, batch_metrics
@@ -54,7 +56,7 @@ class StepSettings:
     temperature: float = 1.0  # of the behaviour
     entropy: float = 0.0  # coefficient of the entropy bonus
     z_loss: float = 0.0  # coefficient of (log Z)^2, Z the sum of exp(logits / T); PaLM, arXiv:2204.02311 section 5
-    autocast: bool = False  # bfloat16 arithmetic over float32 weights
+    arithmetic: str = "float32"  # or bfloat16, float16: that of forward and backward passes over float32 weights
     epochs: int = 1  # passes over a batch
     minibatches: int = 1  # updates of a pass
     seed: int = 0  # of the cut into minibatches
@@ -67,6 +69,7 @@ class StepCounts:
     step: int = 0  # steps done or skipped
     skipped: int = 0  # updates
     skipped_in_a_row: int = 0
+    scale: LossScale = field(default_factory=LossScale)  # of float16 arithmetic
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ class Stepper:
             for update in self._updates(rows, version, groups) if several else [_Update(placed)]:
                 totals = self._accumulate(update, version)
                 accumulated = time.perf_counter()
-                self._update(update, totals, metrics["lr"], done)
+                while not self._update(update, totals, metrics["lr"], done):
+                    totals = self._accumulate(update, version)
                 applied = time.perf_counter()
                 optimizer_s += applied - accumulated
                 if judged is not None and self.critic is not None:
@@ -140,6 +144,8 @@ class Stepper:
             if judged is not None:
                 metrics["perf/critic_s"] += critic_s
         self.counts.step = number
+        if self._scaled:
+            metrics["loss_scale"] = self.counts.scale.value
         metrics["skipped_steps"] = float(self.counts.skipped)
         metrics["perf/pack_s"] = packed - begin
         metrics["perf/step_s"] = time.perf_counter() - begin
@@ -215,7 +221,7 @@ class Stepper:
                 added, of_penalty = self.penalty(logprobs, pack)
                 losses, sums = losses + added, sums | of_penalty
             loss = (factors * losses).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            (loss * self.counts.scale.value if self._scaled else loss).backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 log_ratio = log_ratios(logprobs, tokens.behavior_logprobs)
                 ratios = ratio_sums(log_ratio, tokens.sequences, len(tokens.lengths))
@@ -250,9 +256,17 @@ class Stepper:
             self.optimizer.zero_grad(set_to_none=True)
             raise StepInterrupted
         device = self.model.device.type
-        return torch.autocast(device, torch.bfloat16) if self.settings.autocast else contextlib.nullcontext()
+        dtype = DTYPES[self.settings.arithmetic]
+        return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype)
 
-    def _update(self, update: _Update, totals: Totals, lr: float, done: Done) -> None:
+    @property
+    def _scaled(self) -> bool:
+        return self.settings.arithmetic == "float16"
+
+    def _update(self, update: _Update, totals: Totals, lr: float, done: Done) -> bool:
+        """Step, or skip it. False: float16 had no room for the gradient; it is to be computed again, scaled less."""
+        if self._scaled:
+            self.counts.scale.undo(self.model)
         norm = clipped_norm(self.model, self.settings.optimizer.grad_clip, self._ranks)
         assert totals.largest_log_ratio is not None
         names, biggest = list(totals.sums), self._ranks.max(totals.largest_log_ratio)
@@ -266,6 +280,10 @@ class Stepper:
             self.optimizer.step()
             self._changed = True
             self.counts.skipped_in_a_row = 0
+            self.counts.scale.held()
+        elif self._scaled and np.isfinite(by_name["loss"]) and self.counts.scale.lowered():
+            self.optimizer.zero_grad(set_to_none=True)
+            return False
         else:
             self._skip(by_name["loss"], grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
@@ -275,6 +293,7 @@ class Stepper:
         done.grad_norm += grad_norm
         done.largest_log_ratio = max(done.largest_log_ratio, largest)
         done.sums = {name: done.sums.get(name, 0.0) + value for name, value in by_name.items()}
+        return True
 
     def _skip(self, loss: float, grad_norm: float) -> None:
         self.counts.skipped += 1

@@ -54,22 +54,23 @@ def load_trained(section: PolicySection, directory: Path, resumed: Path | None, 
     Raises: ModelError, TrainingError: what cannot be loaded.
     """
     if section.lora is None:
-        return WholeModel(load_model(resumed or directory), directory, section.trainer.dtype == "bfloat16")
+        return WholeModel(load_model(resumed or directory), directory, section.trainer.dtype)
     return AdapterOnly(section, directory, resumed, place)
 
 
 class WholeModel:
     """All weights are trained and published."""
 
-    def __init__(self, model: PreTrainedModel, directory: Path, bfloat16: bool) -> None:
-        """`bfloat16`: the dtype of what is published; training goes on in float32."""
-        self.model, self.files, self._bfloat16 = model, model_files(directory), bfloat16
+    def __init__(self, model: PreTrainedModel, directory: Path, dtype: str) -> None:
+        """`dtype`: of what is published; training goes on in float32."""
+        self.model, self.files, self._dtype = model, model_files(directory), DTYPES[dtype]
 
     def copy(self) -> dict[str, torch.Tensor]:
         """See `Trained`."""
-        dtype = torch.bfloat16 if self._bfloat16 else torch.float32
         return {
-            name: tensor.detach().to("cpu", dtype, copy=True) if tensor.is_floating_point() else tensor.cpu().clone()
+            name: tensor.detach().to("cpu", self._dtype, copy=True)
+            if tensor.is_floating_point()
+            else tensor.cpu().clone()
             for name, tensor in state_tensors(self.model).items()
         }
 
@@ -87,7 +88,7 @@ class WholeModel:
 
     def saved(self) -> tuple[Tensors | None, SavedAdapter | None]:
         """See `Trained`."""
-        return (state_tensors(self.model) if self._bfloat16 else None), None
+        return (None if self._dtype == torch.float32 else state_tensors(self.model)), None
 
     def restore(self, state: TrainingState) -> None:
         """See `Trained`."""

@@ -64,6 +64,10 @@ def test_good_settings(policy):
         ),
         ({"optimizer": {"min_lr_ratio": 0.1}}, "min_lr_ratio=0.1 has no effect with"),
         ({"optimizer": {"schedule": "wsd", "decay_steps": 4, "warmup_steps": 3}}, "must be <= run.steps=6 together"),
+        (
+            {"algorithm": {"advantage": "gae"}, "critic": {}, "trainer": {"dtype": "float16"}},
+            "trainer.dtype='float16' cannot be with policies.actor.critic",
+        ),
         ({"algorithm": {"advantage": "distill"}}, "advantage='distill' needs a teacher; add policies.actor.algorithm"),
         (
             {"algorithm": {"kl": {}, "distill": {"teacher": "tiny-char"}}},

@@ -71,6 +71,7 @@ def _stable(metrics):
         {"algorithm": {"loss": "m2po"}},
         {"algorithm": {"loss": "gspo", "corrections": ["truncate", {"type": "reject", "low": 0.1}]}},
         {"trainer": {"dtype": "bfloat16"}},
+        {"trainer": {"dtype": "float16"}},
         {"lora": {"rank": 4, "alpha": 6}},
         {
             "batch": {"groups": 2, "tokens_per_microbatch": 64, "epochs": 2, "minibatches": 2},
@@ -127,11 +128,12 @@ def test_every_version_is_published_with_the_files_an_engine_needs(make_config, 
     learner.close()
 
 
-def test_a_bfloat16_policy_publishes_bfloat16_and_trains_float32(make_config, batches, tmp_path):
-    learner = Learner(make_config(trainer={"dtype": "bfloat16"}), "actor", tmp_path)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_policy_of_half_precision_publishes_it_and_trains_float32(make_config, batches, tmp_path, dtype):
+    learner = Learner(make_config(trainer={"dtype": dtype}), "actor", tmp_path)
     metrics = learner.train(batches[0])
     learner.flush()
-    assert all(t.dtype == torch.bfloat16 for t in learner.store.fetch(1).values())
+    assert all(t.dtype == getattr(torch, dtype) for t in learner.store.fetch(1).values())
     assert all(p.dtype == torch.float32 for p in learner.model.parameters())
     assert np.isfinite(metrics["logprob_gap/p99"])
     learner.close()

@@ -144,7 +144,9 @@ def test_a_checkpoint_of_another_optimizer_is_refused():
     optimizer = build_optimizer(model, OptimizerSection())
     _steps(model, optimizer, 1)
     other = build_optimizer(model, OptimizerSection(type="adamw_8bit"))
-    with pytest.raises(TrainingError, match=r"is missing or unknown; resume with the model and the optimizer\.type"):
+    with pytest.raises(
+        TrainingError, match=r"is missing or unknown; .* and its optimizer\.type"
+    ):
         load_optimizer_tensors(model, other, optimizer_tensors(model, optimizer))
 
 

@@ -54,6 +54,10 @@ def _critic_problems(where: str, policy: PolicySection) -> list[str]:
             f"{where}.critic has no effect with {where}.algorithm.advantage={advantage!r}, which makes advantages "
             f"without one; use advantage = {GAE!r}, or leave the critic out"
         )
+    if policy.critic is not None and policy.trainer.dtype == "float16":
+        problems.append(
+            f"{where}.trainer.dtype='float16' cannot be with {where}.critic, whose losses are not scaled; use bfloat16"
+        )
     if policy.critic is not None and policy.algorithm.mask_truncated:
         problems.append(
             f"{where}.algorithm.mask_truncated=true cannot be with {where}.critic, which needs the whole of an episode "

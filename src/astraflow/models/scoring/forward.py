@@ -7,7 +7,7 @@ is trained, in chunks that are computed again in the backward pass, so that [N, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class PackedPolicy(nn.Module):
     def forward(self, pack: Pack, temperature: float) -> Scores:
         """The trained tokens of `pack` at temperature T."""
         head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        picked = target_states(self.model.base_model, pack)
+        picked = target_states(cast(PreTrainedModel, self.model.base_model), pack)
         targets = torch.from_numpy(pack.target_ids).to(picked.device)
         parts = []
         size = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
