@@ -165,7 +165,7 @@ class BatchSection(Strict):
     max_staleness: int = Field(1, ge=0, description="0: synchronous training")
     epochs: int = Field(1, ge=1, description="passes over a batch")
     minibatches: int = Field(1, ge=1, description="optimizer steps of a pass, on whole groups each")
-    tokens_per_microbatch: int = Field(8192, ge=16, description="packed tokens of one forward and backward pass")
+    tokens_per_microbatch: int = Field(8192, ge=16, description="computed tokens of one forward and backward pass")
     max_dropped_groups: int = Field(
         1000, ge=1, description="consecutive groups dropped without one batch before the run stops with advice"
     )
