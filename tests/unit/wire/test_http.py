@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -195,6 +195,31 @@ def test_answers_in_chunks_and_without_a_length_are_read_to_their_end() -> None:
         assert client.json("GET", "/", None, Ok).ok
     thread.join(5)
     sock.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 1_000_000, "the head of the answer is longer than 1048576 bytes"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 18446744073709551615\r\n\r\n{}", "is the length of no body"),
+    ],
+    ids=["head", "length"],
+)
+def test_an_answer_without_end_is_none(text: bytes, error: str) -> None:
+    sock = bind("127.0.0.1", 0, "port")
+
+    def answer() -> None:
+        connection, _ = sock.accept()
+        with connection, suppress(OSError):
+            connection.recv(65536)
+            connection.sendall(text)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with closing(sock), closing(HttpClient(f"http://127.0.0.1:{sock.getsockname()[1]}", give_up_s=0.0)) as client:
+        with pytest.raises(WireError, match=error):
+            client.json("GET", "/", None, Ok)
+        thread.join(5)
 
 
 def test_an_answer_comes_in_one_piece() -> None:
