@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import astraflow.models.scoring.prefixes as prefixes
 from astraflow.errors import TrainingError
 from astraflow.models.scoring.packing import pack_rows, rows_from_lists, rows_from_table
 
@@ -178,3 +179,19 @@ def test_chunked_and_sliced_tables_read_like_whole_ones(make_table, random_rows)
     pieces = pa.concat_tables([table.slice(0, 1), table.slice(1, 2), table.slice(3)])
     whole, cut = rows_from_table(table), rows_from_table(pieces)
     assert all((getattr(whole, n) == getattr(cut, n)).all() for n in ("starts", "token_ids", "trained", "advantages"))
+
+
+@given(seed=st.integers(0, 99), block=st.sampled_from([1, 7, 1 << 20]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_what_neighbours_share_is_counted_in_blocks_as_at_once(seed, block):
+    draw = np.random.default_rng(seed)
+    rows = [draw.integers(0, 2, draw.integers(0, 9)).astype(np.int32) for _ in range(12)]
+    ids, lengths = np.concatenate(rows), np.array([len(row) for row in rows])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "_BLOCK_TOKENS", block)
+        shared = prefixes.shared_with_previous(ids, np.cumsum(lengths) - lengths, lengths)
+    for before, row, count in zip(rows, rows[1:], shared[1:].tolist(), strict=False):
+        assert (before[:count] == row[:count]).all() and (
+            count == min(len(before), len(row)) or before[count] != row[count]
+        )
+    assert shared[0] == 0

@@ -19,6 +19,7 @@ from astraflow.models.scoring.offsets import offsets, ramps
 JOIN = (
     8  # neighbours stay together when 1 / JOIN of the later one is shared: a common first token is not worth a gather
 )
+_BLOCK_TOKENS = 1 << 20  # compared at once: bounds memory
 SHARED_COST = 4  # a shared position costs 1 / SHARED_COST of a computed one: only attention reads it
 
 
@@ -34,11 +35,24 @@ def sort_by_ids(token_ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) 
 def shared_with_previous(token_ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """[S] int64: with how many tokens of the sequence before it each one begins; 0 for the first."""
     both = np.minimum(lengths[1:], lengths[:-1])
+    ends = offsets(both)
+    shared = np.zeros(len(lengths), dtype=np.int64)
+    first = 0
+    while first < len(both):
+        last = max(first + 1, int(np.searchsorted(ends, ends[first] + _BLOCK_TOKENS, "right")) - 1)
+        shared[first + 1 : last + 1] = _common(token_ids, starts[first : last + 1], both[first:last])
+        first = last
+    return shared
+
+
+def _common(token_ids: np.ndarray, starts: np.ndarray, both: np.ndarray) -> np.ndarray:
+    """The same of the sequences from the second on, of which `both` [S - 1] tokens can be compared."""
     step = ramps(both)
     differs = token_ids[np.repeat(starts[1:], both) + step] != token_ids[np.repeat(starts[:-1], both) + step]
-    until = np.append(np.where(differs, step, np.iinfo(np.int64).max), np.iinfo(np.int64).max)
-    first = np.minimum.reduceat(until, offsets(both)[:-1]) if len(both) else both
-    return np.concatenate(([0], np.where(both > 0, np.minimum(first, both), 0)))
+    never = np.iinfo(np.int64).max
+    until = np.append(np.where(differs, step, never), never)
+    first = np.minimum.reduceat(until, offsets(both)[:-1])
+    return np.where(both > 0, np.minimum(first, both), 0)
 
 
 def joined(shared: np.ndarray, lengths: np.ndarray) -> np.ndarray:
