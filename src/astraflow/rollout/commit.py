@@ -17,7 +17,7 @@ from astraflow.wire.patience import Patience, is_away
 R = TypeVar("R")
 log = logging.getLogger("astraflow.node")
 MAX_EPISODES = 256  # of one request
-_APART_S = 0.1  # requests are at least so far apart: one costs the service as much as some thirty episodes
+_APART_S = 0.15  # requests are at least so far apart: one costs the service as much as some thirty episodes
 _PAUSE_S = 0.5
 
 
