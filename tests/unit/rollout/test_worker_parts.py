@@ -161,6 +161,22 @@ async def test_what_finished_leaves_together_in_bounded_requests():
     assert committer.results == {"accepted": MAX_EPISODES + 10}
 
 
+async def test_what_finishes_soon_after_a_request_is_gathered_into_one_more():
+    sink = Sink()
+    committer = Committer(sink, Reach(60.0))
+    loop = asyncio.create_task(committer.run())
+    async with asyncio.timeout(10):
+        for number in range(4):  # the first goes at once; the others one by one, each after the one before could have
+            committer.add(episode(number))
+            if number:
+                await asyncio.sleep(0.005)
+            else:
+                await committer.emptied()
+        await committer.emptied()
+    loop.cancel()
+    assert sink.batches == [["e0"], ["e1", "e2", "e3"]]
+
+
 async def test_a_commit_is_repeated_while_the_service_is_away():
     sink = Sink(failures=2)
     committer = await committed(sink, 3)
