@@ -161,17 +161,18 @@ async def test_what_finished_leaves_together_in_bounded_requests():
     assert committer.results == {"accepted": MAX_EPISODES + 10}
 
 
-async def test_what_finishes_soon_after_a_request_is_gathered_into_one_more():
+async def test_what_finishes_soon_after_a_request_is_gathered_into_one_more(monkeypatch):
+    monkeypatch.setattr("astraflow.rollout.commit._APART_S", 1.0)
     sink = Sink()
     committer = Committer(sink, Reach(60.0))
     loop = asyncio.create_task(committer.run())
     async with asyncio.timeout(10):
         for number in range(4):  # the first goes at once; the others one by one, each after the one before could have
             committer.add(episode(number))
-            if number:
-                await asyncio.sleep(0.005)
-            else:
+            if number == 0:
                 await committer.emptied()
+            for _ in range(5):
+                await asyncio.sleep(0)
         await committer.emptied()
     loop.cancel()
     assert sink.batches == [["e0"], ["e1", "e2", "e3"]]
