@@ -90,24 +90,13 @@ class Learner:
         resumed = _newest(self.root, ranks)
         if resumed is not None:
             check_same_model(resumed, policy, self._directory)
-        place = run_dir / "adapters" / policy
-        with naming_memory(policy, self.section):
-            self.trained = load_trained(self.section, self._directory, resumed, place)
-        self.model = self.trained.model
-        self._cost = StepCost(self.model)
-        self._device = device_of(self.section.trainer.device)
-        with naming_memory(policy, self.section):
-            self.model.to(self._device)  # type: ignore[arg-type]
-            if self.section.trainer.gradient_checkpointing:
-                recompute_activations(self.model)
-            self._score = scoring_of(prepare_model(self.model), ranks)
+        self._load_model(resumed, run_dir / "adapters" / policy)
         if not threads and not self.section.trainer.threads and self.model.num_parameters() < SMALL_PARAMETERS:
             torch.set_num_threads(1)
         self.version = 0
         self.stepper = self._stepper()
-        self.stepper.critic = self._critic()
         self.auditor = Auditor(
-            self.section.trainer.audit_trajectories, self.section.batch.max_staleness + 2,
+            self.section.trainer.audit_trajectories, self.section.batch.max_staleness + 1,
             self.section.sampling.temperature, self.section.trainer.max_logprob_gap, config.run.seed,
         )  # fmt: skip
         # A warm start makes version 0 here and nowhere else: it is what stages take as the reference model.
@@ -127,6 +116,18 @@ class Learner:
         if warm:
             self.save()  # a restart before the first checkpoint of the run must not learn it all again
         self.stepper.penalty = self._penalty()
+
+    def _load_model(self, resumed: Path | None, adapters: Path) -> None:
+        with naming_memory(self.policy, self.section):
+            self.trained = load_trained(self.section, self._directory, resumed, adapters)
+        self.model = self.trained.model
+        self._cost = StepCost(self.model)
+        self._device = device_of(self.section.trainer.device)
+        with naming_memory(self.policy, self.section):
+            self.model.to(self._device)  # type: ignore[arg-type]
+            if self.section.trainer.gradient_checkpointing:
+                recompute_activations(self.model)
+            self._score = scoring_of(prepare_model(self.model), self._ranks)
 
     def train(self, table: pa.Table) -> dict[str, float]:
         """One step on the rows of a batch; the next version is under way when this returns: readers wait for it.
@@ -231,7 +232,9 @@ class Learner:
             minibatches=self.section.batch.minibatches,
             seed=self.config.run.seed,
         )
-        return Stepper(self.model, loss, settings, self._should_stop, self._ranks, self._score)
+        stepper = Stepper(self.model, loss, settings, self._should_stop, self._ranks, self._score)
+        stepper.critic = self._critic()
+        return stepper
 
     def _penalty(self) -> KlPenalty | None:
         """Version 0 is published already: after a warm start it is the reference."""
