@@ -108,7 +108,7 @@ def _launch(config: RunConfig, *, resume: bool, accept_damage: bool, token: str 
             opened.enter_context(TrackerFeed(config.observe.trackers, directory.path, config.run.name, settings))
         typer.echo(f"run {config.run.name}: {config.run.steps} steps; logs and results in {directory.path}")
         try:
-            with progress_display(config.run.name, config.run.steps, directory.metrics) as progress:
+            with progress_display(config, directory.metrics) as progress:
                 supervisor = Supervisor(config, directory, cores, progress, token, accept_damage=accept_damage)
                 finished = supervisor.run()
         finally:

@@ -99,7 +99,7 @@ class Shell:
         place, fsync = run_dir / "dataflow", config.dataflow.fsync
         with ExitStack() as opened:
             self.journal = opened.enter_context(closing(Journal(place, fsync=fsync, accept_damage=accept_damage)))
-            self.metrics = opened.enter_context(closing(MetricsFile(run_dir / "metrics.jsonl")))
+            self.metrics = opened.enter_context(closing(MetricsFile(run_dir / "metrics.jsonl", config)))
             self.history = opened.enter_context(closing(History(place / "history", self.journal.num_in_snapshot)))
             self.segments = opened.enter_context(closing(Segments(place / "segments", fsync=fsync)))
             self.inbox = Inbox(place / "inbox")

@@ -16,6 +16,7 @@ from typing import Any
 from astraflow.config.schema import RunConfig
 from astraflow.launch.rundir import RunDirectory
 from astraflow.observe.chart import bars, terminal_curve
+from astraflow.observe.health.watch import warnings_of
 from astraflow.observe.jsonl import read_jsonl
 from astraflow.observe.summary import (
     Row,
@@ -59,7 +60,9 @@ def summary_of(directory: RunDirectory, rows: Sequence[Row] | None = None) -> di
     """The content of summary.json, of what the run wrote so far. `rows`: its metrics where they are known."""
     kept = _kept(directory)
     status = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
-    return summarise(read_jsonl(directory.metrics) if rows is None else rows, status)
+    rows = read_jsonl(directory.metrics) if rows is None else rows
+    said = warnings_of(rows, directory.config()) if directory.config_file.exists() else []
+    return summarise(rows, status) | {"warnings": [warned._asdict() for warned in said]}
 
 
 def is_finished(directory: RunDirectory, config: RunConfig) -> bool:
@@ -91,6 +94,8 @@ def _page(
     blocks += ["## How it ran", _health(summary)]
     if summary["errors"]:
         blocks.append(_errors(summary["errors"]))
+    if summary["warnings"]:
+        blocks.append(_warnings(summary["warnings"]))
     counts = staleness_counts(steps_of(rows))
     if any(counts.values()):
         blocks.append(
@@ -160,6 +165,14 @@ def _errors(errors: Mapping[str, Mapping[str, Any]]) -> str:
     for kind, error in errors.items():
         text = " ".join(error["first"].split()).replace("|", "\\|")
         lines.append(f"| {kind} | {error['count']} | {text or '–'} |")
+    return "\n".join(lines)
+
+
+def _warnings(warnings: Sequence[Mapping[str, Any]]) -> str:
+    lines = ["| policy, step | warning |", "|---|---|"]
+    for warned in warnings:
+        text = warned["message"].replace("|", "\\|")
+        lines.append(f"| {warned['policy']} {warned['step']} | {text} |")
     return "\n".join(lines)
 
 

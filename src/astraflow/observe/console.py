@@ -14,6 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from astraflow.config.schema import RunConfig
+from astraflow.observe.health.watch import Watch
+from astraflow.observe.health.window import Limits
 from astraflow.observe.jsonl import JsonlTail
 from astraflow.observe.summary import Row, metric
 
@@ -24,11 +27,20 @@ QUIET_S = 20.0
 class RunDisplay:
     """The progress of one run. `update` and `note` are called by the launcher, from one thread."""
 
-    def __init__(self, run: str, steps: int, metrics_file: Path | None = None, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        run: str,
+        steps: int,
+        metrics_file: Path | None = None,
+        console: Console | None = None,
+        limits: Mapping[str, Limits] | None = None,
+    ) -> None:
+        """`limits`: of the policies whose rows are watched; what they warn of is said."""
         self._run, self._steps = run, steps
         self._console = console or Console(soft_wrap=True, highlight=False)
         self._tail = JsonlTail(metrics_file) if metrics_file is not None else None
         self._started = self._spoke = time.monotonic()
+        self._watch = Watch(limits or {})
         self._newest: dict[str, Row] = {}  # by policy
         self._evaluation: Row | None = None
         self._live: Live | None = None
@@ -64,6 +76,8 @@ class RunDisplay:
             self._newest[str(row.get("policy", ""))] = row
         if self._live is None:
             self._say(eval_line(row) if row.get("kind") == "eval" else step_line(row, self._steps, self.status))
+        for warned in self._watch.add(row):
+            self._say(f"warning, {warned.policy} step {warned.step}: {warned.message}")
 
     def note(self, text: str) -> None:
         """One line that stays."""
@@ -101,9 +115,9 @@ class RunDisplay:
         return Group(*lines)
 
 
-def progress_display(run: str, steps: int, metrics_file: Path | None = None) -> RunDisplay:
-    """The display of a run, to be used with `with`. `metrics_file`: its metrics.jsonl, for rewards and curves."""
-    return RunDisplay(run, steps, metrics_file)
+def progress_display(config: RunConfig, metrics_file: Path | None = None) -> RunDisplay:
+    """The display of a run, to be used with `with`. `metrics_file`: its metrics.jsonl, for rewards and warnings."""
+    return RunDisplay(config.run.name, config.run.steps, metrics_file, limits=Limits.of(config))
 
 
 def step_line(row: Row, steps: int, status: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from astraflow.wire.messages import Ack
 def test_a_row_is_written_once_also_over_restarts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):
-        file = MetricsFile(path)
+        file = MetricsFile(path, small_config())
         file.append(MetricsRow("step", "actor", 1, 2.0, {"reward/mean": 0.5}), {"nodes/count": 1.0})
         file.append(MetricsRow("eval", "", 1, 2.0, {"eval/success": 0.5}))
         file.close()
@@ -31,8 +31,17 @@ def test_a_row_is_written_once_also_over_restarts(tmp_path: Path) -> None:
     assert rows[0] == expected and len(rows) == 2
 
 
+def test_what_rows_warn_of_is_logged_once_also_over_restarts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        file = MetricsFile(tmp_path / "metrics.jsonl", small_config())
+        file.append(MetricsRow("step", "actor", 1, 2.0, {"logprob_gap/p99": 0.9}))
+        file.close()
+    (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert record.getMessage().startswith("actor step 1: logprob_gap/p99=0.9 is above") and "(gap)" in caplog.text
+
+
 def test_a_metric_does_not_hide_which_row_it_is_of(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file = MetricsFile(tmp_path / "metrics.jsonl", small_config())
     named = {"kind": 1.0, "policy": 2.0, "step": 3.0, "time_s": 4.0, "loss": 5.0}
     file.append(MetricsRow("step", "actor", 1, 2.0, named))
     file.close()
@@ -61,7 +70,7 @@ def test_a_row_that_cannot_be_written_waits_for_the_next_one(
             raise OSError(errno.ENOSPC, "No space left on device")
         return written(descriptor, data[: len(data) - 10])
 
-    file = MetricsFile(path)
+    file = MetricsFile(path, small_config())
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", half)
         file.append(MetricsRow("step", "actor", 1, 2.0, {"reward/mean": 0.5}))

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from astraflow.observe import console as module
 from astraflow.observe.console import RunDisplay, progress_display
+from astraflow.observe.health.window import Limits
+from astraflow.testing.dataflow import small_config
 
 STEP = {
     "kind": "step", "policy": "actor", "step": 3, "time_s": 75.0, "reward/mean": 0.25, "success/mean": 0.125,
@@ -91,8 +93,18 @@ def test_missing_metrics_are_left_out(row: dict[str, Any]) -> None:
     assert out.getvalue().count("\n") == 1
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_rows_warn_of_is_said_beside_them(terminal: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=300, soft_wrap=True)
+    with RunDisplay("demo", 60, None, console, Limits.of(small_config())) as display:
+        display.row({**STEP, "logprob_gap/p99": 0.9})
+        display.row({**STEP, "step": 4, "logprob_gap/p99": 0.9})
+    assert out.getvalue().count("warning, actor step 3: logprob_gap/p99=0.9 is above trainer.max_logprob_gap") == 1
+
+
 def test_the_last_status_is_kept_for_the_report() -> None:
-    display = progress_display("demo", 3)
+    display = progress_display(small_config())
     with display:
         display.update(STATUS)
     assert display.status is STATUS

@@ -7,7 +7,10 @@ import os
 from collections import deque
 from pathlib import Path
 
+from astraflow.config.schema import RunConfig
 from astraflow.dataflow.machine.commands import MetricsRow
+from astraflow.observe.health.watch import Watch
+from astraflow.observe.health.window import Limits
 from astraflow.observe.jsonl import JsonlWriter, read_jsonl
 
 log = logging.getLogger("astraflow.dataflow")
@@ -18,11 +21,16 @@ class MetricsFile:
 
     After a crash the journal is replayed, and rows whose writing was cut off are written then. Rows that cannot be
     written (full disk) wait for the next one: by then their step is trained, so the service must not end for them.
+    What they warn of is logged.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, config: RunConfig) -> None:
         _cut_torn_line(path)
-        self._keys = {_key(row) for row in read_jsonl(path)}
+        rows = read_jsonl(path)
+        self._keys = {_key(row) for row in rows}
+        self._watch = Watch(Limits.of(config))
+        for row in rows:
+            self._watch.add(row)  # said already
         self._writer = JsonlWriter(path)
         self._waiting: deque[dict[str, object]] = deque()
         self.path, self.num_failures = path, 0
@@ -37,8 +45,11 @@ class MetricsFile:
         record = {"kind": row.kind, "policy": row.policy, "step": row.step, "time_s": round(row.time_s, 3)}
         if _key(record) not in self._keys:
             self._keys.add(_key(record))
-            self._waiting.append({**record, **(more or {}), **row.metrics, **record})  # a metric may have such a name
+            whole = {**record, **(more or {}), **row.metrics, **record}  # a metric may have such a name
+            self._waiting.append(whole)
             self.flush()
+            for warned in self._watch.add(whole):
+                log.warning("%s step %d: %s (%s)", warned.policy, warned.step, warned.message, warned.rule)
 
     def flush(self) -> None:
         """Write what waits, in order; logs when it cannot."""
