@@ -29,6 +29,7 @@ from astraflow.testing.network.pacing import Bucket, Conditions, piece_bytes
 T = TypeVar("T")
 Direction = Literal["up", "down"]
 _LIMIT_S = 10.0
+_TURNS = 8  # of the loop, until what was begun in one of them is there
 _KERNEL_BYTES = 1 << 17  # of a socket's buffers: bytes that wait must wait at their sender, not in between
 
 
@@ -180,18 +181,29 @@ class Shaper:
         self._passing.set()
         started.set()
         await self._stop.wait()
+        for listening in [listening for server in self._servers for listening in server.sockets]:
+            self._loop.remove_reader(listening.fileno())
+        await self._turns()  # who was accepted just now has a task; a server that is closed would lose the connection
         for server in self._servers:
             server.close()
         for task in self._open:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
+        await self._turns()  # connections that were aborted close
+
+    async def _turns(self) -> None:
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
 
     def _run(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return asyncio.run_coroutine_threadsafe(action(), self._loop).result(_LIMIT_S)
 
     async def _listen(self, door: _Door, port: int) -> int:
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._serve(door, reader, writer)
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = self._loop.create_task(self._serve(door, reader, writer), name="connection")
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
+            task.add_done_callback(lambda _: writer.transport.abort())  # also of one that was cancelled before it began
 
         listening = _socket()
         try:
@@ -211,11 +223,7 @@ class Shaper:
             door.traffic.refused += 1
             writer.transport.abort()
             return
-        task = asyncio.current_task()
-        assert task is not None
         door.traffic.connections += 1
-        self._open.add(task)
-        task.add_done_callback(self._open.discard)
         ends = [writer]
         try:
             await asyncio.sleep(2 * self._conditions.delay_s)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import socketserver
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from urllib.parse import urlsplit
 
 import pytest
@@ -204,3 +205,15 @@ def test_the_command_says_where_it_listens_and_ends(service: str) -> None:
         process.stdin.write("end\n")
         process.stdin.flush()
         assert process.wait(20) == 0
+
+
+def test_connections_that_are_made_while_a_link_ends_are_closed() -> None:
+    with socket.socket() as service:
+        service.bind(("127.0.0.1", 0))
+        service.listen(100)
+        for _ in range(20):
+            with ExitStack() as clients, Shaper() as link:
+                door = urlsplit(link.forward(f"http://127.0.0.1:{service.getsockname()[1]}"))
+                for _ in range(4):
+                    clients.enter_context(socket.create_connection((door.hostname, door.port)))
+        gc.collect()  # a socket that is open yet is an error of this test
