@@ -94,6 +94,7 @@ STEP: dict[str, tuple[RowMetric, ...]] = {
         RowMetric("grad_norm", "-", "norm of the gradient before clipping, mean over updates", "no spikes"),
         RowMetric("updates", "updates", "updates of the weights in this step: epochs times minibatches"),
         RowMetric("skipped_steps", "updates", "updates skipped so far: loss or gradient was not finite", "0"),
+        RowMetric("loss_scale", "-", "float16: factor on the loss against underflow of gradients", "256 to 65536"),
     ),
     "Engine against trainer": (
         RowMetric(
