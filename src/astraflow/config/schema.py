@@ -9,39 +9,31 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
+from astraflow.config.sections.base import Component, Name, Spec, Strict, component_of, or_none
+from astraflow.config.sections.policy import (
+    AlgorithmSection,
+    BatchSection,
+    CriticSection,
+    DistillSection,
+    EngineSection,
+    KlSection,
+    LoraSection,
+    OptimizerSection,
+    PolicySection,
+    SamplingSection,
+    TrainerSection,
+    WarmStartSection,
+)
 
-
-class Strict(BaseModel):
-    """Base of all sections: unknown keys are refused, defaults are checked too."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-class Component(BaseModel):
-    """Something chosen by `type` (a built-in name, `module:Object`, or an entry point); other keys are its options."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-    type: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keys beside `type`."""
-        return dict(self.__pydantic_extra__ or {})
-
-
-def _component(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) else value
-
-
-def _optional(value: Any) -> Any:
-    """A command line cannot leave a table out, so there a text says it."""
-    return None if value == "none" else value
-
-
-Spec = Annotated[Component, BeforeValidator(_component)]
+__all__ = [
+    "RunConfig", "RunSection", "SourceSection", "MixSection", "WorkflowSection", "NodeSection", "RolloutSection",
+    "EvaluationSection", "StageSection", "ConsumerSection", "DataflowSection", "WeightsSection", "ObserveSection",
+    "PolicySection", "AlgorithmSection", "BatchSection", "CriticSection", "DistillSection", "EngineSection",
+    "KlSection", "LoraSection", "OptimizerSection", "SamplingSection", "TrainerSection", "WarmStartSection", "Component", "Name",
+    "Spec", "Strict",
+]  # fmt: skip
 
 
 class RunSection(Strict):
@@ -91,171 +83,6 @@ class WorkflowSection(Component):
     max_attempts: int = Field(3, ge=1, description="attempts of one episode before it counts as failed")
 
 
-class SamplingSection(Strict):
-    """Sampling of training rollouts; every value is sent explicitly to the engine."""
-
-    temperature: float = Field(1.0, gt=0, description="> 0 in training")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, description="0: off")
-    max_tokens: int = Field(256, ge=1, description="new tokens of one call; agents may ask for less")
-
-
-class EngineSection(Component):
-    """engine: what serves this policy on a node."""
-
-    type: str = "local"
-
-
-class KlSection(Strict):
-    """algorithm.kl: a penalty on the distance from a reference policy."""
-
-    coef: float = Field(0.001, gt=0, description="penalty per nat")
-    place: Literal["loss", "reward"] = Field("loss", description="reward: subtracted from advantages, no gradient")
-    estimator: Literal["k1", "k2", "k3"] | None = Field(None, description="none: k3 in the loss, k1 in the reward")
-    reference: str = Field("", description="empty: a stage's column, else version 0; stage: the column; or a model")
-
-    @property
-    def estimator_used(self) -> str:
-        """`estimator`, or the one that goes with `place`."""
-        return self.estimator or ("k3" if self.place == "loss" else "k1")
-
-
-class DistillSection(Strict):
-    """algorithm.distill: credit for each token from a teacher's logprobs."""
-
-    teacher: str = Field(min_length=1, description="a model, or stage: the column of a stage")
-    coef: float = Field(1.0, gt=0, description="credit per nat")
-
-
-class AlgorithmSection(Strict):
-    """algorithm: how credit becomes a gradient."""
-
-    advantage: Spec = Component(type="grpo")
-    loss: Spec = Component(type="ppo_clip")
-    corrections: list[Spec] = Field([], description="factors on the loss for data of other policies")
-    anchor: Literal["behavior", "proximal"] = Field(
-        "behavior", description="policy that the loss measures its ratio from; proximal: before the first update"
-    )
-    mask_truncated: bool = Field(False, description="answers that a length limit cut are left out of the loss")
-    entropy: float = Field(0.0, ge=0, description="bonus on the entropy of trained tokens, loss per nat")
-    z_loss: float = Field(0.0, ge=0, description="penalty on the squared log normaliser of the logits")
-    kl: Annotated[KlSection | None, BeforeValidator(_optional)] = None
-    distill: Annotated[DistillSection | None, BeforeValidator(_optional)] = None
-
-    @property
-    def penalty(self) -> KlSection | None:
-        """`kl`, or what `distill` comes to: the KL to the teacher, as a reward of each token."""
-        if self.distill is None:
-            return self.kl
-        return KlSection(coef=self.distill.coef, place="reward", estimator="k1", reference=self.distill.teacher)
-
-    @property
-    def reference_setting(self) -> str:
-        """Where the reference of `penalty` is named."""
-        return "kl.reference" if self.distill is None else "distill.teacher"
-
-
-class BatchSection(Strict):
-    """batch: what one step trains on."""
-
-    groups: int = Field(16, ge=1, description="groups per batch")
-    tokens: int = Field(0, ge=0, description="a batch is full at this many sampled tokens too; 0: by groups only")
-    episodes: int = Field(0, ge=0, description="episodes of a batch, siblings may part; 0: whole groups")
-    order: Literal["edf", "fifo"] = Field("edf", description="edf: oldest weight version first; fifo: first complete")
-    max_staleness: int = Field(1, ge=0, description="0: synchronous training")
-    epochs: int = Field(1, ge=1, description="passes over a batch")
-    minibatches: int = Field(1, ge=1, description="optimizer steps of a pass, on whole groups each")
-    tokens_per_microbatch: int = Field(8192, ge=16, description="computed tokens of one forward and backward pass")
-    max_dropped_groups: int = Field(
-        1000, ge=1, description="consecutive groups dropped without one batch before the run stops with advice"
-    )
-
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimizerSection(Strict):
-    """optimizer: how a gradient becomes a step, and its schedule."""
-
-    type: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
-    lr: float = Field(1e-5, ge=0)
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
-    weight_decay: float = Field(0.0, ge=0)
-    grad_clip: float = Field(1.0, gt=0)
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    decay_steps: int = Field(0, ge=0, description="of wsd; 0: a fifth of run.steps")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="share of lr that is left at the end of a schedule")
-
-
-class CriticSection(Strict):
-    """critic: a value model learnt beside the policy, for `algorithm.advantage = "gae"`."""
-
-    model: str = Field("", description="what it starts from, as a policy's model; empty: that of the policy")
-    lr: float = Field(1e-5, ge=0)
-    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
-    lam: float = Field(0.95, ge=0, le=1, description="lambda of GAE")
-    target_lam: float | None = Field(None, ge=0, le=1, description="lambda of the critic's targets; none: lam")
-    clip: float = Field(0.2, ge=0, description="most that the updates on a batch gain from moving a value; 0: no bound")
-    normalize: bool = Field(True, description="advantages of a batch have mean 0 and standard deviation 1")
-    warmup_steps: int = Field(0, ge=0, description="first steps in which the policy stays as it is")
-
-
-class LoraSection(Strict):
-    """lora: small matrices are trained beside frozen weights, and only they travel."""
-
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0, description="what is learnt is scaled by alpha / rank")
-    targets: list[str] = Field(
-        ["all-linear"], min_length=1, description="last parts of the names of the layers that get one"
-    )
-
-
-class WarmStartSection(Strict):
-    """warm_start: supervised steps on demonstrations before version 0 is published (also `astraflow sft`)."""
-
-    source: Name
-    steps: int = Field(200, ge=1)
-    batch: int = Field(64, ge=1, description="demonstrations per step")
-    lr: float = Field(1e-3, gt=0)
-
-
-class TrainerSection(Strict):
-    """trainer: how the training process runs."""
-
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
-    ranks: int = Field(1, ge=1, description="processes that hold a part of the model each, on one host by the launcher")
-    threads: int = Field(0, ge=0, description="intra-op threads; 0: cores divided by torch processes, at least 1")
-    gradient_checkpointing: bool = Field(
-        False, description="less memory for activations, about a third more arithmetic"
-    )
-    peak_tflops: float = Field(0.0, ge=0, description="TFLOP/s of one device, for perf/mfu; 0: by its name, if known")
-    audit_trajectories: int = Field(
-        4, ge=0, description="trajectories a step rescored under the exact versions that sampled them (logprob gap)"
-    )
-    max_logprob_gap: float = Field(0.5, gt=0, description="p99 of the gap above which an alarm is raised")
-
-
-class PolicySection(Strict):
-    """[policies.<name>]: one trainable model."""
-
-    model: str = Field(description="Hugging Face directory, or a built-in name: tiny-char, smollm2-135m-instruct")
-    engine: Annotated[EngineSection, BeforeValidator(_component)] = EngineSection()
-    algorithm: AlgorithmSection = AlgorithmSection()
-    batch: BatchSection = BatchSection()
-    operators: list[Spec] = [Component(type="zero_variance")]
-    sampling: SamplingSection = SamplingSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    warm_start: Annotated[WarmStartSection | None, BeforeValidator(_optional)] = None
-    critic: Annotated[CriticSection | None, BeforeValidator(_optional)] = None
-    lora: Annotated[LoraSection | None, BeforeValidator(_optional)] = None
-    trainer: TrainerSection = TrainerSection()
-    tool_parser: str = Field("auto", description="how tool calls are read from text: auto, hermes, bracket, none")
-
-
 class NodeSection(Strict):
     """[[rollout.nodes]]: one rollout node that the launcher starts."""
 
@@ -275,7 +102,7 @@ def _nodes(value: Any) -> Any:
 class RolloutSection(Strict):
     """[rollout]: the nodes the launcher starts; more may join by hand at any time."""
 
-    nodes: Annotated[list[NodeSection], BeforeValidator(_nodes)] = [NodeSection()]
+    nodes: Annotated[list[NodeSection], BeforeValidator(_nodes)] = Field([NodeSection()])
 
 
 class EvaluationSection(Strict):
@@ -367,17 +194,17 @@ class RunConfig(Strict):
     """A whole run file."""
 
     run: RunSection
-    sources: dict[Name, Annotated[SourceSection, BeforeValidator(_component)]]
-    mix: Annotated[MixSection | None, BeforeValidator(_optional)] = None
+    sources: dict[Name, Annotated[SourceSection, BeforeValidator(component_of)]]
+    mix: Annotated[MixSection | None, BeforeValidator(or_none)] = None
     workflow: WorkflowSection
     policies: dict[Name, PolicySection]
     rollout: RolloutSection = RolloutSection()
-    evaluation: Annotated[EvaluationSection | None, BeforeValidator(_optional)] = None
+    evaluation: Annotated[EvaluationSection | None, BeforeValidator(or_none)] = None
     dataflow: DataflowSection = DataflowSection()
     weights: WeightsSection = WeightsSection()
     observe: ObserveSection = ObserveSection()
-    stages: dict[Name, Annotated[StageSection, BeforeValidator(_component)]] = {}
-    consumers: dict[Name, ConsumerSection] = {}
+    stages: dict[Name, Annotated[StageSection, BeforeValidator(component_of)]] = Field({})
+    consumers: dict[Name, ConsumerSection] = Field({})
     train_source: Name = Field("train", description="the source that training tasks come from")
 
     @property
