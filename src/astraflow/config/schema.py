@@ -31,8 +31,8 @@ __all__ = [
     "RunConfig", "RunSection", "SourceSection", "MixSection", "WorkflowSection", "NodeSection", "RolloutSection",
     "EvaluationSection", "StageSection", "ConsumerSection", "DataflowSection", "WeightsSection", "ObserveSection",
     "PolicySection", "AlgorithmSection", "BatchSection", "CriticSection", "DistillSection", "EngineSection",
-    "KlSection", "LoraSection", "OptimizerSection", "SamplingSection", "TrainerSection", "WarmStartSection", "Component", "Name",
-    "Spec", "Strict",
+    "KlSection", "LoraSection", "OptimizerSection", "SamplingSection", "TrainerSection", "WarmStartSection",
+    "Component", "Name", "Spec", "Strict",
 ]  # fmt: skip
 
 
