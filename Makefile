@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup quickstart two-nodes smollm2 test lint format types faults soak openapi bench-loop bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup quickstart two-nodes smollm2 test gpu lint format types faults soak openapi bench-loop bench-training bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -77,6 +77,9 @@ format: $(VENV)/.dev  ## let ruff mend what it can
 types: $(VENV)/.dev  ## mypy --strict
 	@$(BIN)/mypy
 
+gpu: $(VENV)/.dev  ## what only a large GPU can show, in 8 minutes (tests/gpu/run.sh); ARGS=--dry-run: on the CPU
+	@PYTHON=$(BIN)/python bash tests/gpu/run.sh $(ARGS)
+
 faults: $(VENV)/.dev  ## kill, delay, cut and corrupt: the accounting law must hold
 	@OMP_NUM_THREADS=1 $(BIN)/python -m astraflow.testing.faults
 	@$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
@@ -89,6 +92,9 @@ openapi: $(VENV)/.dev  ## write docs/openapi.json and docs/openapi-weights.json 
 
 bench-loop: $(VENV)/.dev  ## speed of the whole loop against a plain single-process loop
 	@$(BIN)/python -m benchmarks.bench_loop $(ARGS)
+
+bench-training: $(VENV)/.smollm2 $(PEERS)/.ready  ## tokens per second and memory of one update: ours, TRL, a plain loop
+	@$(BIN)/python -m benchmarks.bench_training --peers=$(PEERS)/bin/python $(ARGS)
 
 bench-quickstart: $(VENV)/.dev  ## does the quickstart learn from every seed, and as well when it is synchronous
 	@$(BIN)/python -m benchmarks.bench_quickstart $(ARGS)

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from astraflow.config.env import child_environment
+from astraflow.config.env import child_environment, settle_torch
 from benchmarks.harness import Check, Result
 from benchmarks.sides import own_python
 from benchmarks.training.models import smollm2, tiny
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--tables", default="updates,vocabulary")
     parser.add_argument("--rows", type=int, default=64, help="sequences of a batch of the tiny model")
     args = parser.parse_args()
+    settle_torch()  # the sides inherit it
     if not args.peers.exists():
         print(f"peers={args.peers} does not exist: TRL is not measured; run `make bench-peers`", flush=True)
     rows: list[Row] = []
@@ -155,7 +156,7 @@ def _run_ranks(work: Work, place: Path) -> Row:
 
 
 def _start(words: Sequence[str], threads: int) -> subprocess.Popen[str]:
-    environment = child_environment(None, {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
+    environment = child_environment(None, {"OMP_NUM_THREADS": str(threads)})
     return subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[1]
     )
