@@ -107,6 +107,32 @@ def test_a_critic_that_knows_nothing_leaves_the_discounted_return(tiny_char, epi
     assert metrics["critic/loss"] == pytest.approx(np.mean(np.square(returns)) / 2, rel=1e-5)
 
 
+def _judged(tiny_char, table, **settings):
+    """Advantages of the rows and targets by a critic that says something."""
+    critic = Critic(CriticSection(**settings), OPTIMIZER, 20, tiny_char)
+    torch.nn.init.normal_(critic.model.head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
+    stepper, rows = _stepper(tiny_char, CriticSection()), rows_from_table(table)
+    chains, placed = chains_of(table, rows), stepper._placed(rows, None)
+    given = with_rewards(rows, chains)
+    judged_rows, judged, _ = critic.judge(given, chains, placed, lambda score: stepper.scored(placed, score))
+    at = chains.places
+    return judged_rows.advantages[at], judged.targets[at], judged.before[at]
+
+
+def test_advantages_are_normalised_and_targets_are_not(tiny_char, episodes):
+    raw, targets, said = _judged(tiny_char, episodes, normalize=False)
+    assert targets == pytest.approx(said + raw, abs=1e-5) and said.std() > 0.1
+    normal, same, _ = _judged(tiny_char, episodes)
+    assert normal == pytest.approx((raw - raw.mean()) / raw.std(), abs=1e-5) and same == pytest.approx(targets)
+
+
+def test_targets_may_look_further_than_advantages(tiny_char, episodes):
+    short, _, said = _judged(tiny_char, episodes, lam=0.0, normalize=False)
+    advantages, targets, _ = _judged(tiny_char, episodes, lam=0.0, target_lam=1.0, normalize=False)
+    assert advantages == pytest.approx(short) and targets == pytest.approx([2.75, 2.75, 2.25, 2.25, 2, 2, 3], abs=1e-5)
+    assert said + short != pytest.approx(targets, abs=0.05)
+
+
 def test_a_critic_learns_what_its_rewards_are(tiny_char, make_table, random_rows):
     """The reward of an episode is in its first token; after some steps the critic says it."""
     rows = random_rows([12] * 12)
