@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.connection
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def run_ranks(
     Raises: AssertionError: a rank raised. TimeoutError: one did not end in time.
     """
     place.mkdir(parents=True, exist_ok=True)
-    rendezvous = place / "rendezvous"
+    rendezvous = place / f"rendezvous-{uuid.uuid4().hex}"  # a file of an earlier group would lead to its ports
     ends: list[multiprocessing.connection.Connection] = []
     processes: list[ForkedProcess] = []
     for rank in range(num_ranks):
