@@ -11,7 +11,7 @@ import typer
 
 from astraflow import __version__
 from astraflow.cli import conform, look, play, recipes, run, services
-from astraflow.config.env import let_threads_sleep
+from astraflow.config.env import settle_torch
 from astraflow.errors import AstraFlowError
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     if arguments is None:
         sys.path.insert(0, "")  # user code in the current directory, as `python -m astraflow` finds it
-    let_threads_sleep()
+    settle_torch()
     try:
         app([word for word in words if word != "--debug"], prog_name="astraflow")
     except AstraFlowError as error:

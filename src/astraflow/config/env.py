@@ -19,6 +19,7 @@ from pathlib import Path
 from astraflow.errors import Problem
 
 TOKEN_VARIABLE = "ASTRAFLOW_TOKEN"
+KEPT_KERNELS = "256"
 
 
 def token_from_env() -> str | None:
@@ -69,13 +70,16 @@ def shared_memory_allowed() -> bool:
     return os.environ.get("ASTRAFLOW_SHARED_MEMORY") != "0"
 
 
-def let_threads_sleep() -> None:
-    """Intra-op threads of torch wait by sleeping, not by spinning, unless the user says otherwise (OMP_WAIT_POLICY).
+def settle_torch() -> None:
+    """What torch's libraries read when they are loaded, unless the user set it: call it before.
 
-    Spinning threads of two processes on one core stall each other by two orders of magnitude (docs/performance.md).
-    OpenMP reads this when torch is loaded: call it before.
+    OpenMP threads wait by sleeping, not by spinning: spinning threads of two processes on one core stall each other by
+    two orders of magnitude. oneDNN keeps a quarter of the kernels that it would: each takes 0.6 MB, and a trainer meets
+    hundreds of shapes (docs/performance.md for both).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's own, and that of torch beside it
+        os.environ.setdefault(cache, KEPT_KERNELS)
 
 
 def child_environment(token: str | None, extra: Mapping[str, str] | None = None) -> dict[str, str]:
