@@ -14,7 +14,8 @@ from astraflow.models.scoring.packing import TokenRows
 from astraflow.training.step import Stepper, StepSettings
 
 VERSION = 5  # of the weights; rows are of older ones
-NO_CLIP = 1e9
+OF_THE_CUT = ("microbatches", "microbatch_tokens/max", "computed_tokens", "context_tokens/mean")
+"""Metrics that say how a batch was cut."""
 
 
 def still_settings(budget: int = 10_000, lr: float = 0.0, grad_clip: float = 1.0, **more: Any) -> StepSettings:

@@ -36,7 +36,7 @@ from astraflow.training.parallel.scoring import scoring_of
 from astraflow.training.parallel.sharding import whole
 from astraflow.training.reference import KlPenalty, Reference
 from astraflow.training.step import StepInterrupted, Stepper
-from one_step import VERSION, still_settings
+from one_step import OF_THE_CUT, VERSION, still_settings
 
 LENGTHS = (5, 40, 12, 12, 33, 7, 9, 21, 64, 3, 17, 12, 28, 50, 6, 11)
 GROUPS = np.repeat(np.arange(4), 4)
@@ -130,7 +130,7 @@ def compared(rank: int, place: Path, family: str) -> dict[str, tuple[float, dict
         differ = {
             key: (value, many[key])
             for key, value in one.items()
-            if not key.startswith("perf/") and key not in ("microbatches", "computed_tokens")
+            if not key.startswith("perf/") and key not in OF_THE_CUT
             and not np.isclose(value, many[key], rtol=1e-4, atol=1e-6)
         }  # fmt: skip
         found[name] = (float((together - alone).norm() / alone.norm()), differ)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from astraflow.observe.health.window import FIRST, RECENT, WINDOW, Window
 
+ALONE = ("gae", "distill", "reinforce_pp")  # estimators that do not compare siblings
+
 
 def _entropy_collapse(w: Window) -> str | None:
     before, now, success = w.first("policy/entropy"), w.recent("policy/entropy"), w.recent("success/mean", 1.0)
@@ -51,7 +53,7 @@ def _gap_grows(w: Window) -> str | None:
 
 def _equal_groups(w: Window) -> str | None:
     share, success = w.recent("groups/zero_variance_fraction", 0.0), w.recent("success/mean", 0.0)
-    if w.count < RECENT or share <= 0.8:
+    if w.count < RECENT or share <= 0.8 or w.limits.advantage in ALONE:
         return None
     solved = success > 0.5
     tasks = (
@@ -67,7 +69,7 @@ def _equal_groups(w: Window) -> str | None:
 
 
 def _no_reward(w: Window) -> str | None:
-    if w.count < RECENT or w.recent("reward/std", 1.0) > 0:
+    if w.count < RECENT or w.recent("reward/std", 1.0) > 0 or w.limits.advantage in ALONE:
         return None
     return (
         f"all rewards of {RECENT} batches are {w.recent('reward/mean'):.3g}: nothing can be learnt; look at the grader "

@@ -23,6 +23,7 @@ class Limits:
     """What the run file says of a policy that rules must know."""
 
     loss: str
+    advantage: str
     max_staleness: int
     max_logprob_gap: float
     tokens_per_microbatch: int
@@ -32,8 +33,11 @@ class Limits:
         """Of every policy."""
         return {
             name: cls(
-                policy.algorithm.loss.type, policy.batch.max_staleness, policy.trainer.max_logprob_gap,
-                policy.batch.tokens_per_microbatch,
+                loss=policy.algorithm.loss.type,
+                advantage=policy.algorithm.advantage.type,
+                max_staleness=policy.batch.max_staleness,
+                max_logprob_gap=policy.trainer.max_logprob_gap,
+                tokens_per_microbatch=policy.batch.tokens_per_microbatch,
             )
             for name, policy in config.policies.items()
         }  # fmt: skip

@@ -18,7 +18,7 @@ HEALTHY = {
     "staleness/mean": 1.0, "logprob_gap/p50": 1e-4, "logprob_gap/p99": 2e-3, "grad_norm": 0.3, "skipped_steps": 0.0,
     "microbatch_tokens/max": 8000.0, "perf/idle_fraction": 0.3, "nodes/weights_wrong": 0.0,
 }  # fmt: skip
-LIMITS = Limits("ppo_clip", max_staleness=3, max_logprob_gap=0.5, tokens_per_microbatch=8192)
+LIMITS = Limits("ppo_clip", "grpo", max_staleness=3, max_logprob_gap=0.5, tokens_per_microbatch=8192)
 
 
 def row(step: int, **changes: float) -> dict[str, Any]:
@@ -93,7 +93,13 @@ def test_equal_groups_of_solved_tasks_ask_for_harder_ones() -> None:
 
 def test_gspo_clips_more_and_short_bounds_are_always_reached() -> None:
     rows = then({"policy/clip_fraction": 0.5, "staleness/mean": 1.0})
-    assert not rules(rows, Limits("gspo", 1, 0.5, 8192))
+    assert not rules(rows, Limits("gspo", "grpo", 1, 0.5, 8192))
+
+
+def test_where_siblings_are_not_compared_equal_groups_are_no_fault() -> None:
+    rows = then({"groups/zero_variance_fraction": 1.0, "reward/std": 0.0})
+    assert rules(rows) == {"equal_groups", "no_reward"}
+    assert not rules(rows, Limits("ppo_clip", "gae", 3, 0.5, 8192))
 
 
 def test_one_bad_batch_is_no_trend() -> None:
@@ -136,5 +142,5 @@ def test_limits_are_those_of_the_run_file(tmp_path: Path) -> None:
             },
         }
     )
-    assert Limits.of(config) == {"actor": Limits("gspo", 4, 0.25, 7999)}
+    assert Limits.of(config) == {"actor": Limits("gspo", "grpo", 4, 0.25, 7999)}
     assert {warned.rule for warned in warnings_of([row(1)], config)} == {"long_trajectory"}

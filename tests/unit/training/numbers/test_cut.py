@@ -20,7 +20,7 @@ from astraflow.algorithms.losses.sapo import Sapo
 from astraflow.models.scoring.forward import packed_logprobs, prepare_model
 from astraflow.models.scoring.packing import TokenRows, offsets, pack_rows
 from astraflow.training.step import trained_tokens
-from one_step import VERSION, gradient_of_step, still_settings
+from one_step import OF_THE_CUT, VERSION, gradient_of_step, still_settings
 from plain_scores import plain_gradient, plain_logprobs
 
 AGGREGATIONS = ["token", "sequence", 32]
@@ -55,7 +55,7 @@ def distance(gradient: torch.Tensor, whole: torch.Tensor) -> float:
 
 def same_metrics(got: dict[str, float], expected: dict[str, float]) -> None:
     for name, value in expected.items():
-        if not name.startswith("perf/") and name not in ("microbatches", "computed_tokens"):
+        if not name.startswith("perf/") and name not in OF_THE_CUT:
             assert got[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
