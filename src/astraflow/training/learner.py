@@ -152,7 +152,7 @@ class Learner:
         metrics["perf/audit_s"] = time.perf_counter() - begin
         self.auditor.remember(self.version, tensors)
         metrics["weights/kept_existing"] = float(self.store.num_kept_existing)
-        if metrics.get("logprob_gap/alarm"):
+        if metrics.get("logprob_gap/alarm") and self._ranks.leads:
             log.warning(
                 "logprob_gap/p99=%.4g is above trainer.max_logprob_gap=%g; compare dtype, temperature and template of "
                 "engine and trainer", metrics["logprob_gap/p99"], self.section.trainer.max_logprob_gap,
