@@ -66,7 +66,7 @@ class KlPenalty:
     ) -> None:
         """`to_go` False: a token gets its own KL as credit and not that of the later ones: from a teacher, or where a
         critic makes credit of it."""
-        self.section, self.reference, self._temperature, self._to_go = section, reference, temperature, to_go
+        self.section, self.reference, self._temperature, self.to_go = section, reference, temperature, to_go
 
     def prepare(self, packs: list[Pack], scored: ScoreAll) -> list[Pack]:
         """The packs of a batch with `ref_logprobs`; with the penalty in the reward their advantages hold it.
@@ -87,7 +87,7 @@ class KlPenalty:
         if self.section.place == "loss" or not packs:
             return packs
         penalties = [self._sampled_kl(pack) for pack in packs]
-        if self._to_go:
+        if self.to_go:
             penalties = [kl_to_go(own, pack.target_sequence) for own, pack in zip(penalties, packs, strict=True)]
             mean = np.concatenate(penalties).mean()
             penalties = [own - mean for own in penalties]

@@ -111,7 +111,11 @@ def _judged(tiny_char, table, **settings):
     """Advantages of the rows and targets by a critic that says something."""
     critic = Critic(CriticSection(**settings), OPTIMIZER, 20, tiny_char)
     torch.nn.init.normal_(critic.model.head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
-    stepper, rows = _stepper(tiny_char, CriticSection()), rows_from_table(table)
+    return _said(critic, _stepper(tiny_char, CriticSection()), table)
+
+
+def _said(critic, stepper, table):
+    rows = rows_from_table(table)
     chains, placed = chains_of(table, rows), stepper._placed(rows, None)
     given = with_rewards(rows, chains)
     judged_rows, judged, _ = critic.judge(given, chains, placed, lambda score: stepper.scored(placed, score))
@@ -151,8 +155,9 @@ def test_a_critic_learns_what_its_rewards_are(tiny_char, make_table, random_rows
 
 def test_an_update_of_the_critic_is_that_of_a_plain_loop(tiny_char, make_table, random_rows):
     """One sequence at a time in float64, its own AdamW; also cut into microbatches, and minibatches of the policy."""
-    listed = random_rows([9, 30, 14])
-    table = make_table(listed, advantages=[np.full(len(ids), i + 0.5, np.float32) for i, (ids, _) in enumerate(listed)])
+    listed, weights = random_rows([9, 30, 14]), (1.0, 0.5, 2.0)
+    rewards = [np.full(len(ids), i + 0.5, np.float32) for i, (ids, _) in enumerate(listed)]
+    table = make_table(listed, advantages=rewards, weight=weights)
     for budget in (1, 10_000):
         stepper = _stepper(tiny_char, CriticSection(lr=1e-3, clip=0, lam=1.0, normalize=False))
         stepper.settings = replace(stepper.settings, tokens_per_microbatch=budget)
@@ -162,10 +167,10 @@ def test_an_update_of_the_critic_is_that_of_a_plain_loop(tiny_char, make_table, 
         plain.decoder.set_attn_implementation("eager")
         _step(stepper, table)
         losses = 0.0
-        for (ids, mask), reward in zip(listed, (0.5, 1.5, 2.5), strict=True):
+        for (ids, mask), reward, weight in zip(listed, (0.5, 1.5, 2.5), weights, strict=True):
             states = plain.decoder(torch.as_tensor(ids)[None]).last_hidden_state[0]
             values = plain.head(states)[:-1, 0][torch.as_tensor(mask[1:])]
-            losses = losses + (values - reward).square().sum() / 2
+            losses = losses + weight * (values - reward).square().sum() / 2
         (losses / sum(mask.sum() for _, mask in listed)).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), OPTIMIZER.grad_clip)
         groups = ([p for p in plain.parameters() if (p.ndim >= 2) is matrix] for matrix in (True, False))
@@ -174,6 +179,17 @@ def test_an_update_of_the_critic_is_that_of_a_plain_loop(tiny_char, make_table, 
         ).step()
         moved, wanted = _weights(critic.model) - start, _weights(plain).float() - start
         assert (moved - wanted).norm() / wanted.norm() < 1e-3
+
+
+def test_a_value_gains_nothing_from_moving_further_than_the_clip(tiny_char, episodes):
+    moved = {}
+    for clip in (0.05, 0.0):
+        stepper = _stepper(tiny_char, CriticSection(lr=3e-3, clip=clip, lam=1.0), epochs=20)
+        metrics = _step(stepper, episodes)
+        _, _, said = _said(stepper.critic, stepper, episodes)
+        moved[clip] = float(np.abs(said).max())
+        assert (metrics["critic/clip_fraction"] > 0.3) is (clip > 0)
+    assert moved[0.05] < 0.7 * moved[0.0], "momentum carries on, but nothing pulls"
 
 
 def test_a_kl_in_the_reward_is_a_reward_of_each_token(tiny_char, episodes):
@@ -246,6 +262,16 @@ def test_a_resumed_critic_goes_on_bit_for_bit(make_config, episodes, tmp_path):
     assert torch.equal(_weights(whole.stepper.critic.model), _weights(again.stepper.critic.model))
     assert torch.equal(_weights(whole.model), _weights(again.model))
     whole.close(), again.close()
+
+
+def test_with_a_critic_a_kl_is_a_reward_of_each_token(make_config, tmp_path):
+    for name, algorithm, critic, to_go in (
+        ("critic", {"advantage": "gae", "kl": {"place": "reward"}}, {}, False),
+        ("plain", {"kl": {"place": "reward"}}, None, True),
+    ):
+        learner = Learner(make_config(algorithm=algorithm, critic=critic), "actor", tmp_path / name)
+        assert learner.stepper.penalty.to_go is to_go
+        learner.close()
 
 
 def test_a_checkpoint_without_the_critic_is_refused(make_config, episodes, tmp_path):

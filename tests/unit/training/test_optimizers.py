@@ -144,9 +144,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused():
     optimizer = build_optimizer(model, OptimizerSection())
     _steps(model, optimizer, 1)
     other = build_optimizer(model, OptimizerSection(type="adamw_8bit"))
-    with pytest.raises(
-        TrainingError, match=r"is missing or unknown; .* and its optimizer\.type"
-    ):
+    with pytest.raises(TrainingError, match=r"is missing or unknown; .* and its optimizer\.type"):
         load_optimizer_tensors(model, other, optimizer_tensors(model, optimizer))
 
 
@@ -160,6 +158,7 @@ def test_wsd_is_flat_and_then_falls_by_the_square_root():
     assert _rates(schedule="wsd", decay_steps=4) == pytest.approx(flat + expected)
     assert _rates(schedule="wsd")[:9] == [1.0] * 9 and _rates(schedule="wsd")[9] == pytest.approx(1 - math.sqrt(0.5))
     warm = _rates(schedule="wsd", decay_steps=4, warmup_steps=3)
+    assert _rates(schedule="wsd", warmup_steps=9)[9] == 1.0, "it does not fall before it has risen"
     assert warm[:7] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1]) and warm[7:] == pytest.approx(expected[1:])
 
 

@@ -97,6 +97,7 @@ def start(tmp_path):
 @pytest.mark.parametrize("policy", [{}, {"lora": {"rank": 4, "alpha": 6}}, {"batch": {"epochs": 2}}])
 def test_a_run_scores_its_teacher(start, policy):
     learner = start(**policy)
+    assert learner.stepper.penalty.to_go is False
     first = learner.train(random_batch(0))
     assert first["policy/kl_k2"] > 1e-3 and first["grad_norm"] > 0 and "perf/reference_s" in first
 
