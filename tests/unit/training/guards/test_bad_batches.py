@@ -60,6 +60,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_batch_kept(
     assert f"not finite in the batch: advantages of row 1; the batch is {path}" in caplog.text
     learner.train(make_table(random_rows([9, 14, 5])))
     assert not torch.equal(weights(learner), before)
+    assert list((tmp_path / "skipped_batches" / "actor").iterdir()) == [path]
 
 
 def test_the_limit_ends_the_trainer_and_every_batch_was_kept(tmp_path, learner, broken):
