@@ -29,8 +29,10 @@ from astraflow.algorithms.losses.gspo import Gspo
 from astraflow.algorithms.losses.m2po import M2po
 from astraflow.algorithms.losses.ppo_clip import PpoClip
 from astraflow.config.schema import KlSection
-from astraflow.models.scoring.forward import prepare_model
+from astraflow.models.load import state_tensors
+from astraflow.models.scoring.forward import packed_logprobs, prepare_model
 from astraflow.models.scoring.packing import TokenRows, rows_from_lists
+from astraflow.training.optimize.minibatches import placed_packs
 from astraflow.training.parallel.ranks import ALONE, Ranks
 from astraflow.training.parallel.scoring import scoring_of
 from astraflow.training.parallel.sharding import whole
@@ -155,8 +157,25 @@ def _step(family: str, case: Case, ranks: Ranks) -> tuple[torch.Tensor, dict[str
     return torch.cat(seen), metrics
 
 
+@torch.no_grad()
+def under_other_weights(rank: int, place: Path) -> tuple[float, float, bool]:
+    """How far scores under other weights, and under the own ones after that, are from those of a whole model; whether
+    the weights are as they were. What a pass gathered must not be used when the weights are others."""
+    ranks = Ranks(rank, dist.get_world_size())
+    own, other, spread = tiny("qwen3"), tiny("qwen3", 1), tiny("qwen3")
+    score, score_other = scoring_of(spread, ranks), tiny("qwen3", 1)
+    scoring_of(score_other, ranks)
+    (pack,) = placed_packs(batch(), 10_000).packs
+    before = [whole(p).clone() for p in spread.parameters()]
+    parts = state_tensors(score_other)
+    far = (score(pack, 1.0, parts).logprobs - packed_logprobs(other, pack, 1.0).logprobs).abs().max()
+    after = (score(pack, 1.0).logprobs - packed_logprobs(own, pack, 1.0).logprobs).abs().max()
+    same = all(torch.equal(whole(p), b) for p, b in zip(spread.parameters(), before, strict=True))
+    return float(far), float(after), same
+
+
 def learn(rank: int, place: Path, family: str, steps: int, lr: float) -> list[float]:
-    """Losses of some steps: what a pass without gradient gathered must not be used after the weights changed."""
+    """How far the losses of some steps are from those of one rank."""
     ranks = Ranks(rank, dist.get_world_size())
     model = tiny(family)
     many = _stepper_of(model, lr, ranks)

@@ -16,6 +16,11 @@ def test_gradients_and_metrics_do_not_depend_on_the_number_of_ranks(tmp_path, fa
         assert {name: metrics for name, (_, metrics) in found.items() if metrics} == {}
 
 
+def test_scores_under_other_weights_leave_no_trace(tmp_path):
+    for under, after, same in run_ranks(2, ranked_steps.under_other_weights, tmp_path):
+        assert under < 1e-4 and after < 1e-4 and same
+
+
 def test_several_steps_stay_together(tmp_path):
     """M2PO makes a pass without gradient before each update."""
     for differences in run_ranks(2, ranked_steps.learn, tmp_path, "llama", 4, 1e-2):
