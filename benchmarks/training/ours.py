@@ -1,6 +1,6 @@
 """Our side: the trainer's own `Stepper`, on the rows of a batch as they come out of the data interface.
 
-python -m benchmarks.training.ours --work '{...}' [RANK RANKS RENDEZVOUS]
+python -m benchmarks.training.ours --work '{...}' [recompute | RANK RANKS RENDEZVOUS]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from astraflow.config.schema import OptimizerSection
 from astraflow.models.load import load_model
 from astraflow.models.scoring.forward import prepare_model
 from astraflow.models.scoring.packing import TokenRows
+from astraflow.models.scoring.recompute import recompute_activations
 from astraflow.training.parallel.ranks import ALONE, RankPlace, Ranks, joined
 from astraflow.training.parallel.scoring import scoring_of
 from astraflow.training.step import Stepper, StepSettings
@@ -65,10 +66,12 @@ def token_rows(batch: Batch, behavior: str = "") -> TokenRows:
     )
 
 
-def run(work: Work, ranks: Ranks = ALONE) -> None:
-    """Measure; rank 0 tells."""
+def run(work: Work, ranks: Ranks = ALONE, *, recompute: bool = False) -> None:
+    """Measure; rank 0 tells. `recompute`: with gradient checkpointing."""
 
     def build(model: PreTrainedModel, batch: Batch, work: Work) -> Step:
+        if recompute:
+            recompute_activations(model)
         stepper, rows = make_stepper(model, work.budget, ranks), token_rows(batch, work.behavior)
         return lambda: stepper.step(rows, 0)["grad_norm"]
 
@@ -79,7 +82,9 @@ def run(work: Work, ranks: Ranks = ALONE) -> None:
 
 if __name__ == "__main__":
     given, place = given_work()
-    if place:
+    if place == ["recompute"]:
+        run(given, recompute=True)
+    elif place:
         with joined(RankPlace(int(place[0]), int(place[1]), place[2])) as company:
             run(given, company)
     else:
