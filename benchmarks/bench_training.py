@@ -6,8 +6,8 @@
 |            | our trainer on two ranks of one thread each beside one process of two                                |
 | vocabulary | memory of our update and of the plain one with a vocabulary and a batch four times as large          |
 
-Each side is a process of its own with all cores; memory is the high-water mark above the loaded model. The norm of the
-first gradient must be the same on all sides. Of SmolLM2's batch of 64 rows each side computes a fair eighth, and TRL
+Each side is a process of its own with all cores. `peak_mb` is the high-water mark of its resident memory, `memory_mb`
+that above the loaded model. The norm of the first gradient must be the same on all sides. Of SmolLM2's batch of 64 rows each side computes a fair eighth, and TRL
 pads that to the longest of the 64 as it would with all of them.
 
     python -m benchmarks.bench_training [--peers .venv-peers/bin/python] [--models tiny,smollm2] [--tables updates]
@@ -73,13 +73,15 @@ def updates(model: str, lengths: str, args: argparse.Namespace, place: Path) -> 
     """All sides on one batch."""
     said = str(place / f"{model}-{lengths}.safetensors")
     threads = os.cpu_count() or 1
+    # What the plain loop holds is one row at a time. Rows are never cut: below the longest ones nothing is gained.
+    budget = 512 if lengths == "equal" else 1024
     if model == "tiny":
-        work = Work(str(tiny(place)), lengths, args.rows, 512, threads=threads, behavior=said)
+        work = Work(str(tiny(place)), lengths, args.rows, 512, budget=budget, threads=threads, behavior=said)
         slow = replace(work, repeats=1)
     else:
         # An update takes half a minute: compiling kernels and the optimizer's first state are nothing beside it.
         work = Work(
-            str(smollm2()), lengths, rows=8, of_rows=64, mean=512, micro=2, budget=1024, warm_ups=0,
+            str(smollm2()), lengths, rows=8, of_rows=64, mean=512, micro=2, budget=budget, warm_ups=0,
             repeats=2 if lengths == "uneven" else 1, threads=threads, behavior=said,
         )  # fmt: skip
         slow = replace(work, repeats=1)
@@ -125,7 +127,7 @@ def checks_of_updates(model: str, lengths: str, rows: list[Row]) -> list[Check]:
             what = f"{name}: {mine['side']} over the best plain loop"
             checks += [
                 Check.at_least(f"{what}, speed", mine["tokens_per_s"] / plain["tokens_per_s"], MIN_OVER_PLAIN, "x"),
-                Check.at_most(f"{what}, memory", mine["memory_mb"] / plain["memory_mb"], MAX_MEMORY, "x"),
+                Check.at_most(f"{what}, memory", mine["peak_mb"] / plain["peak_mb"], MAX_MEMORY, "x"),
             ]
     if lengths == "uneven":
         ratio = ours["tokens_per_s"] / trl["tokens_per_s"] if trl else None

@@ -37,7 +37,7 @@ class Work:
     mean: int
     of_rows: int = 0  # the rows are a fair part of a batch of so many, to whose longest row TRL pads; 0: they are all
     micro: int = 8  # rows of a padded microbatch
-    budget: int = 2048  # tokens of a packed microbatch
+    budget: int = 1024  # tokens of a packed microbatch
     repeats: int = 3
     warm_ups: int = 1
     threads: int = 2

@@ -45,7 +45,7 @@ def test_our_step_and_the_plain_loops_have_the_same_gradient(tmp_path):
 def test_the_checks_compare_with_the_fastest_plain_loop():
     sides = {"plain one_by_one": (100, 50), "plain sorted": (80, 10), "astraflow": (150, 55), "trl": (25, 90)}
     rows = [
-        {"side": side, "tokens_per_s": speed, "memory_mb": memory, "grad_norm": 1.0}
+        {"side": side, "tokens_per_s": speed, "peak_mb": memory, "grad_norm": 1.0}
         for side, (speed, memory) in sides.items()
     ]
     values = [check.value for check in checks_of_updates("tiny", "uneven", rows)]
