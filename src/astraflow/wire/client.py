@@ -19,7 +19,17 @@ import msgspec
 
 from astraflow.errors import ProtocolMismatch, Unauthorized, Unreachable, WireError
 from astraflow.wire.codec import CONTENT_TYPE
-from astraflow.wire.connection import Connection, Head, OnBytes, Pieces, Pool, size_of, unwatched
+from astraflow.wire.connection import (
+    FIRST_ERROR,
+    MAX_ERROR_BYTES,
+    Connection,
+    Head,
+    OnBytes,
+    Pieces,
+    Pool,
+    size_of,
+    unwatched,
+)
 from astraflow.wire.local import BODY_HEADER, HOST_HEADER, INBOX_HEADER, MIN_BYTES, host_identity, open_place, put
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure
 
@@ -110,7 +120,7 @@ class HttpClient:
         connection = None
         try:
             connection, head = self._ask("GET", path, (), headers, self.timeout_s, on_head)
-            if head.status >= 400:
+            if head.status >= FIRST_ERROR:
                 raise self._failure(path, head, connection.read_rest(head))
             connection.on_bytes = unwatched
             if offset and head.status != 206:
@@ -183,7 +193,7 @@ class HttpClient:
             payload = connection.read_rest(head)
         finally:
             self._pool.give(connection)
-        if head.status >= 400:
+        if head.status >= FIRST_ERROR:
             raise self._failure(path, head, payload)
         self._inbox = head.headers.get(INBOX_HEADER, "")
         return head.status, payload, head.headers
@@ -216,7 +226,8 @@ class HttpClient:
         try:
             failure = msgspec.json.decode(payload, type=Failure)
         except msgspec.DecodeError:
-            failure = Failure(f"url={self.base_url}{path} answered {status}; is this an AstraFlow service?")
+            more = f" with {MAX_ERROR_BYTES} bytes or more" if len(payload) >= MAX_ERROR_BYTES else ""
+            failure = Failure(f"url={self.base_url}{path} answered {status}{more}; is this an AstraFlow service?")
         if status == AWAY:
             pause = head.headers.get("retry-after", "")
             return Unreachable(failure.error, status, float(pause) if pause.isdecimal() else 0.0)

@@ -26,8 +26,11 @@ Pieces = Sequence[memoryview]
 OnBytes = Callable[[int], None]
 """Told of each arrival how many bytes it was; what it raises ends the request."""
 
+FIRST_ERROR = 400  # of the statuses
 _HEAD_BYTES = 64 << 10  # of one receive while the head is read
 _MAX_HEAD_BYTES, _MOST_DIGITS = 1 << 20, 18
+MAX_ERROR_BYTES = 1 << 20
+"""Of the body of an answer that is an error; of a longer one so much is read, and the connection is closed."""
 
 
 def size_of(pieces: Pieces) -> int:
@@ -111,12 +114,16 @@ class Connection:
         return count
 
     def read_rest(self, head: Head) -> memoryview:
-        """The whole body in one buffer."""
-        if head.length is not None:
-            buffer = fresh(head.length)
-            if (filled := self.readinto(buffer)) < head.length:
+        """The whole body in one buffer; of an error MAX_ERROR_BYTES at most."""
+        length = head.length
+        if head.status >= FIRST_ERROR:
+            length = MAX_ERROR_BYTES if length is None else min(length, MAX_ERROR_BYTES)
+        if length is not None:
+            buffer = fresh(length)
+            filled = self.readinto(buffer)
+            if head.length is not None and filled < length:
                 raise Broken(f"the body was cut, {head.length - filled} bytes are missing")
-            return buffer
+            return buffer[:filled]
         while not self._over:
             self._feed()
         rest, self._early = self._early, bytearray()

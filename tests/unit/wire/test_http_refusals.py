@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 
 import pytest
 import urllib3
@@ -106,6 +108,40 @@ def test_a_peer_that_accepts_and_never_answers_is_unreachable() -> None:
         assert client.num_retries >= 1
     finally:
         sock.close()
+
+
+@pytest.mark.parametrize("length", ["transfer-encoding: chunked", f"content-length: {10**15}"])
+def test_of_an_error_without_an_end_so_much_is_read(length: str) -> None:
+    sent, over = list[int](), threading.Event()
+
+    def answer(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(2):
+                sock, _ = listening.accept()
+                with sock, contextlib.suppress(OSError):
+                    sent.append(0)
+                    sock.recv(1 << 16)
+                    sock.sendall(f"HTTP/1.1 500 x\r\n{length}\r\n\r\n".encode())
+                    while not over.is_set() and sent[-1] < 256:
+                        sock.sendall(b"10000\r\n" + bytes(1 << 16) + b"\r\n")
+                        sent[-1] += 1
+
+    listening = bind("127.0.0.1", 0, "port")
+    listening.listen()
+    thread = threading.Thread(target=answer, args=(listening,))
+    thread.start()
+    client = HttpClient(f"http://127.0.0.1:{listening.getsockname()[1]}", give_up_s=0.2)
+    try:
+        with pytest.raises(WireError, match=r"/echo answered 500 with 1048576 bytes or more; is this"):
+            client.json("POST", "/echo", Ok(), Ok)
+        with pytest.raises(WireError, match=r"/part answered 500 with 1048576 bytes or more; is this"):
+            client.download("/part", memoryview(bytearray(10)))
+        assert client._pool._idle == [], "nothing more can be asked for on these connections"
+    finally:
+        over.set()
+        listening.close()
+        thread.join(20)
+    assert not thread.is_alive() and len(sent) == 2 and max(sent) < 256, "the rest was not read"
 
 
 def test_a_url_without_a_scheme_is_refused_at_once() -> None:
