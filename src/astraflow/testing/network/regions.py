@@ -126,20 +126,25 @@ class TwoRegions:
     def _watch(self, limit_s: float, passed: Callable[[], tuple[Traffic, Traffic]]) -> Outcome:
         outcome, begin, tick = Outcome(), time.monotonic(), threading.Event()
         outcome.passed.append(Passed(0, 0.0, *passed()))
-        metrics = self._place / "a" / "metrics.jsonl"
         while self._processes["trainer"].poll() is None:
             self._failed()
             now = time.monotonic() - begin
-            rows = read_jsonl(metrics) if metrics.exists() else []
-            outcome.steps = [dict(row) for row in rows if row["kind"] == "step"]
-            while len(outcome.passed) <= len(outcome.steps):
-                outcome.passed.append(Passed(len(outcome.passed), now, *passed()))
+            self._look(outcome, now, passed)
             if now > limit_s:
                 raise LaunchError("two regions", f"{now:.0f} s", f"must end in {limit_s:g} s", self._words())
             tick.wait(_TICK_S)
         self._failed()
         outcome.wall_s = time.monotonic() - begin
+        self._look(outcome, outcome.wall_s, passed)  # the last rows came since the last look
         return outcome
+
+    def _look(self, outcome: Outcome, now: float, passed: Callable[[], tuple[Traffic, Traffic]]) -> None:
+        """Into `outcome` what metrics.jsonl has `now` seconds after the run began."""
+        metrics = self._place / "a" / "metrics.jsonl"
+        rows = read_jsonl(metrics) if metrics.exists() else []
+        outcome.steps = [dict(row) for row in rows if row["kind"] == "step"]
+        while len(outcome.passed) <= len(outcome.steps):
+            outcome.passed.append(Passed(len(outcome.passed), now, *passed()))
 
     def _failed(self) -> bool:
         """False. Raises: LaunchError: a process ended with an error."""
