@@ -21,6 +21,7 @@ import os
 import re
 import stat
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import cache
 from pathlib import Path
@@ -243,6 +244,7 @@ class _Serving:
         self._finishing: set[asyncio.Task[None]] = set()
         self._kept: dict[tuple[str, int], ReaderLease] = {}
         self._shared = _Shared()
+        self._waiting = Counter[tuple[str, int]]()  # readers, for a version that has not come yet
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -306,13 +308,21 @@ class _Serving:
 
     async def _arrival(self, policy: str, version: int, wait_s: float) -> None:
         """Wait for a version that is newer than all others; one that is gone will not come."""
+        if not (self._root / policy).is_dir():
+            raise _not_found("policy", policy, "is not here")
         deadline = time.monotonic() + wait_s
-        while (left := deadline - time.monotonic()) > 0 and not self._is_decided(policy, version):
-            await asyncio.wait({self._shared.task(self._decision, policy, version)}, timeout=left)
+        self._waiting[policy, version] += 1
+        try:
+            while (left := deadline - time.monotonic()) > 0 and not self._is_decided(policy, version):
+                await asyncio.wait({self._shared.task(self._decision, policy, version)}, timeout=left)
+        finally:
+            self._waiting[policy, version] -= 1
+            if not self._waiting[policy, version]:
+                del self._waiting[policy, version]
 
     async def _decision(self, policy: str, version: int) -> None:
-        deadline = time.monotonic() + LONGEST_WAIT_S
-        while time.monotonic() < deadline and not self._is_decided(policy, version):
+        """The look at the disk of all who wait for it; ends when the last of them has left."""
+        while self._waiting[policy, version] and not self._is_decided(policy, version):
             await asyncio.sleep(ARRIVAL_S)
 
     def _is_decided(self, policy: str, version: int) -> bool:

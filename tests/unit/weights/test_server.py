@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -26,6 +28,7 @@ from astraflow.weights.files.leases import leased_versions
 from astraflow.weights.manifest import MANIFEST, Delta
 from astraflow.weights.server import ServerProcess, start_server
 from astraflow.weights.store import FileStore
+from astraflow.wire.app import HttpError
 from published import publish
 
 TOKEN = "correct-horse"
@@ -239,14 +242,21 @@ def test_what_many_ask_for_at_once_is_merged_once(tmp_path: Path, monkeypatch: p
         going.wait(20)
         return merged(self, version, base)
 
+    arrived, task = list[int](), app_module._Shared.task
+
+    def counted(self: app_module._Shared, *words: Any) -> Any:
+        arrived.append(len(arrived))
+        return task(self, *words)
+
     monkeypatch.setattr(FileStore, "merged", slow)
+    monkeypatch.setattr(app_module._Shared, "task", counted)
     with serving_weights(tmp_path) as url, ThreadPoolExecutor(8) as readers:
         urls = [f"{url}/weights/actor/3/delta?base={base}" for base in (0, 0, 0, 1, 0, 99)]
         asked = [readers.submit(urllib3.request, "GET", url) for url in urls]
-        assert until(lambda: sorted(merges) == [0, 1])
-        assert not until(lambda: len(merges) > 2, 0.2)
+        assert until(lambda: len(arrived) == 5), "all but the wrong one, before a merge is done"
         going.set()
         assert [a.result().status for a in asked] == [200] * 5 + [422]
+        assert sorted(merges) == [0, 1]
         assert len({asked[i].result().data for i in (0, 1, 2, 4)}) == 1
         assert readers.submit(urllib3.request, "GET", urls[0]).result().status == 200 and len(merges) == 3
 
@@ -256,24 +266,53 @@ def test_readers_that_wait_for_a_version_are_one_look_at_the_disk(
 ) -> None:
     store = FileStore(tmp_path, "actor")
     store.publish(0, make_tensors(0))
-    looks, decide = list[int](), app_module._Serving._decision
+    looks, decide, decided = list[int](), app_module._Serving._decision, app_module._Serving._is_decided
+    arrived = list[int]()  # readers that wait at the same time
 
     def counted(self: app_module._Serving, policy: str, version: int) -> Coroutine[None, None, None]:
         looks.append(version)
         return decide(self, policy, version)
 
+    def seen(self: app_module._Serving, policy: str, version: int) -> bool:
+        arrived.append(self._waiting[policy, version])
+        return decided(self, policy, version)
+
     monkeypatch.setattr(app_module._Serving, "_decision", counted)
+    monkeypatch.setattr(app_module._Serving, "_is_decided", seen)
     with serving_weights(tmp_path) as url, ThreadPoolExecutor(8) as readers:
 
         def ask(wait_s: float) -> int:
             return urllib3.request("GET", f"{url}/weights/actor/1/manifest.json?wait_s={wait_s}", retries=False).status
 
-        assert ask(0.05) == 404
-        assert looks == [1]
-        waiting = [readers.submit(ask, 20.0) for _ in range(5)]
-        assert not until(lambda: len(looks) > 1, 0.3), "the one that began it has left, and it goes on"
+        waiting = [readers.submit(ask, 60.0) for _ in range(5)]
+        assert until(lambda: 5 in arrived)
         store.publish(1, make_tensors(1))
         assert [asked.result() for asked in waiting] == [200] * 5
+    assert looks == [1]
+
+
+def test_nobody_looks_for_a_version_for_which_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FileStore(tmp_path, "actor").publish(0, make_tensors(0))
+    serving = app_module._Serving(tmp_path)
+
+    async def two_readers() -> None:
+        short, long = (asyncio.create_task(serving._arrival("actor", 1, wait_s)) for wait_s in (0.01, 3600.0))
+        await short
+        (look,) = serving._shared._running.values()
+        await asyncio.sleep(3 * app_module.ARRIVAL_S)
+        assert not look.done(), "the one that began it has left, and it goes on"
+        long.cancel()
+        await look
+        assert not serving._waiting
+
+    asyncio.run(asyncio.wait_for(two_readers(), 20))
+
+
+def test_nobody_waits_for_a_policy_that_is_not_there(tmp_path: Path) -> None:
+    serving = app_module._Serving(tmp_path)
+    with pytest.raises(HttpError, match="policy=critic is not here"):
+        asyncio.run(asyncio.wait_for(serving._arrival("critic", 1, 60.0), 20))
+    assert not serving._waiting and not serving._shared._running
 
 
 def test_eight_servers_start_at_once_without_a_clash(tmp_path: Path) -> None:
