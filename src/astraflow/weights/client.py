@@ -27,7 +27,7 @@ from astraflow.types import WeightVersion
 from astraflow.weights.fetch.choose import PROBE_S, Chooser
 from astraflow.weights.fetch.copy import add_tensors, copy_version
 from astraflow.weights.fetch.http import HttpReader
-from astraflow.weights.fetch.pace import FAILING_S, Pace, SlowStore
+from astraflow.weights.fetch.pace import FAILING_S, SILENT_S, Pace, SlowStore
 from astraflow.weights.fetch.route import Counts, Held, Reader, bring, retry, verified
 from astraflow.weights.fetch.spool import LEFT_S, sweep
 from astraflow.weights.manifest import Manifest
@@ -75,7 +75,7 @@ class WeightClient:
     """Thread-safe. `counts` only grow: fetches, bytes, retries, torn_parts, deltas, refused_deltas, failed_stores."""
 
     def __init__(
-        self, token: str | None = None, *, timeout_s: float = 30.0, give_up_s: float = 5.0, wait_s: float = 0.0,
+        self, token: str | None = None, *, timeout_s: float = SILENT_S, give_up_s: float = 5.0, wait_s: float = 0.0,
         spool: Path | None = None,
     ) -> None:  # fmt: skip
         """`wait_s`: how long a store may let us wait for a version that was announced and is not there yet. `spool`:

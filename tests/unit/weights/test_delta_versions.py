@@ -161,6 +161,19 @@ def test_a_delta_that_leads_elsewhere_is_refused_counted_and_replaced_by_a_full_
     assert counts.refused_deltas == 1
 
 
+def test_a_held_version_of_another_past_is_replaced_in_full_and_counted(
+    store: FileStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, counts = FileStore(tmp_path / "other", "actor", durable=False), Counts()
+    store.publish(5, model(5))
+    other.publish(5, model(6))
+    held = bring(store, None, 5)
+    assert same_bits(bring(other, held, 5, counts=counts).tensors, model(6))
+    assert counts.refused_deltas == 1 and "of another past" in caplog.text
+    assert same_bits(held.tensors, model(5)), "it is as before"
+    assert bring(store, held, 5, counts=counts) is held and counts.refused_deltas == 1
+
+
 def test_a_version_that_is_announced_before_it_is_there_is_waited_for(store: FileStore) -> None:
     store.publish(0, model(0))
     later = threading.Timer(0.3, lambda: store.publish(1, model(1)))

@@ -26,8 +26,11 @@ from astraflow.weights.app import Listing
 from astraflow.weights.client import ANNOUNCED_WAIT_S, WeightClient
 from astraflow.weights.fetch.http import HttpReader
 from astraflow.weights.fetch.pace import MIN_BYTES_PER_S, Pace, SlowStore
-from astraflow.weights.objects.bucket import ANSWER_S
+from astraflow.weights.manifest import FileEntry
+from astraflow.weights.objects import reader as reader_module
+from astraflow.weights.objects.bucket import ANSWER_S, Bucket
 from astraflow.weights.objects.layout import INDEX, Index
+from astraflow.weights.objects.reader import MIN_CHUNK_BYTES, ObjectReader
 from astraflow.weights.store import FileStore
 from astraflow.wire import client as wire_client
 from astraflow.wire import connection
@@ -279,6 +282,48 @@ def test_a_relay_that_copies_ends_in_time(
     with pytest.raises(WeightError, match="could not be fetched from any store"):
         WeightClient(wait_s=ANNOUNCED_WAIT_S).copy(WeightVersion("actor", 3, urls_of(2, 1)), store, lambda: None)
     assert stall.begun is not None and clock.now - stall.begun < LIMIT_S
+
+
+@pytest.mark.parametrize(("chunks", "served"), [(1, False), (2, True)])
+def test_an_object_store_that_gives_a_chunk_now_and_then_is_given_up(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, served: bool
+) -> None:
+    """One of the smallest in the time of an answer is 182 bytes/s."""
+    content = bytes(range(256)) * 2048
+
+    def ranges(self: Bucket, name: str, spans: list[tuple[int, int]]) -> list[bytes | WeightError]:
+        clock.wait(ANSWER_S)
+        late = WeightError("object", name, "could not be read", "wait")
+        return [content[start:stop] if at < chunks else late for at, (start, stop) in enumerate(spans)]
+
+    monkeypatch.setattr(Bucket, "ranges", ranges)
+    monkeypatch.setattr(reader_module, "FIRST_CHUNK_BYTES", MIN_CHUNK_BYTES)
+    reader = ObjectReader(f"file://{tmp_path}/actor", "actor", closed=Event())  # type: ignore[arg-type]
+    begun = clock.now
+    if served:
+        assert bytes(reader.read(0, FileEntry("a", len(content), "x"))) == content
+        return
+    with pytest.raises(WeightError, match=r"part a=\d+ bytes comes with fewer than 250 bytes/s in \d+ s"):
+        reader.read(0, FileEntry("a", len(content), "x"))
+    assert clock.now - begun < 200.0
+
+
+def test_chunks_that_came_behind_one_that_did_not_are_not_asked_for_again(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, came = bytes(range(256)) * 2048, list[int]()
+
+    def ranges(self: Bucket, name: str, spans: list[tuple[int, int]]) -> list[bytes | WeightError]:
+        late = WeightError("object", name, "could not be read", "wait")
+        found = [late if not came and at == 1 else content[start:stop] for at, (start, stop) in enumerate(spans)]
+        came.extend(byte for f, span in zip(found, spans, strict=True) if f is not late for byte in range(*span))
+        return found
+
+    monkeypatch.setattr(Bucket, "ranges", ranges)
+    monkeypatch.setattr(reader_module, "FIRST_CHUNK_BYTES", 8 * MIN_CHUNK_BYTES)
+    reader = ObjectReader(f"file://{tmp_path}/actor", "actor", closed=Event())  # type: ignore[arg-type]
+    assert bytes(reader.read(0, FileEntry("a", len(content), "x"))) == content
+    assert sorted(came) == list(range(len(content))), "each byte came once"
 
 
 def test_a_slow_link_is_served_and_a_trickle_is_not(clock: Clock) -> None:

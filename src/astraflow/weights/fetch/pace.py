@@ -17,6 +17,9 @@ import time
 from astraflow.errors import WeightError
 from astraflow.weights.fetch.route import TRIES
 
+SILENT_S = 30.0
+"""A request without a byte for so long has failed, by default."""
+
 MIN_BYTES_PER_S = 250.0
 """A quarter of the slowest link that is served, 1 kB/s."""
 
@@ -24,7 +27,7 @@ FLOOR_BYTES_PER_S = 10_000.0
 """A store from which less comes is left for the next one."""
 
 MAX_DOCUMENT_BYTES = 256 << 20
-"""Of a manifest or listing."""
+"""Of a manifest, listing or index: what is read in one piece."""
 
 FAILING_S = 180.0
 

@@ -75,7 +75,7 @@ class Counts(msgspec.Struct):
 
     nbytes: int = 0
     deltas: int = 0
-    refused_deltas: int = 0  # they did not lead to the content that the manifest says: fetched in full instead
+    refused_deltas: int = 0  # what was held did not lead to the content that the manifest says: fetched in full instead
     torn_parts: int = 0  # read again
     read_s: float = 0.0  # bytes came; without the wait for a version that the store does not have yet
 
@@ -141,7 +141,10 @@ class _Trip:
     def bring(self, held: Held | None, wanted: int, wait_s: float) -> Held:
         with self._reader.reading(wanted) as lease:
             manifest = self._retry(lambda: self._reader.manifest(wanted, wait_s))
-            if held is not None:
+            if held is not None and held.version == wanted and not held.manifest.same_content(manifest):
+                self._counts.refused_deltas += 1
+                log.warning("fetched in full: version %d that is held is of another past", wanted)
+            elif held is not None:
                 try:
                     return self._follow(held, manifest, lease)
                 except (DamagedDelta, DeltaMismatch, WrongBase, TornPart) as error:

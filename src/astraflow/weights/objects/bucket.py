@@ -18,11 +18,9 @@ from urllib.parse import urlsplit
 
 from astraflow.config.secrets import has_credentials, masked_url
 from astraflow.errors import WeightError
+from astraflow.weights.fetch.pace import MAX_DOCUMENT_BYTES
 
 log = logging.getLogger(__name__)
-MAX_SMALL_BYTES = 256 << 20
-"""Of an object that is read in one piece: a manifest, an index."""
-
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"})
 """Schemes under which a put is seen whole or not at all, and folders are only names."""
 
@@ -86,7 +84,7 @@ class Bucket:
         """A small object. Raises: MissingObject. WeightError: the store fails."""
         with self._named("read", name):
             # With a range s3fs asks for the object only, else also for its size, which may need permission to list.
-            content: bytes = self._fs.cat_file(self._path(name), start=0, end=MAX_SMALL_BYTES, **self._in_time)
+            content: bytes = self._fs.cat_file(self._path(name), start=0, end=MAX_DOCUMENT_BYTES, **self._in_time)
         return content
 
     def ranges(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes | WeightError]:

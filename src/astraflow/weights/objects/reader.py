@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from astraflow.errors import WeightError
+from astraflow.weights.fetch.pace import SILENT_S, Pace
 from astraflow.weights.fetch.route import TRIES, Lease
 from astraflow.weights.fetch.spool import MIN_BYTES, collected
 from astraflow.weights.manifest import MANIFEST, Delta, FileEntry, Manifest, Part, TornPart, read_manifest
@@ -21,10 +22,11 @@ from astraflow.weights.plan import VersionInfo, by_version
 MIN_CHUNK_BYTES, FIRST_CHUNK_BYTES, CHUNK_BYTES = 8 << 10, 512 << 10, 8 << 20
 CHUNKS_AT_ONCE = 4
 """So that a request is answered within ANSWER_S, its chunks grow and shrink with what the link gives. One that gives
-fewer than four of the smallest in that time is none: 728 bytes/s."""
+four of the smallest in that time, 728 bytes/s, is served; one that gives fewer than MIN_BYTES_PER_S is not (`Pace`)."""
 
 _QUICK_S = ANSWER_S / 8  # twice as much then takes a quarter of what is allowed
 _PAUSE_S, _MAX_PAUSE_S = 0.2, 2.0
+_Span = tuple[int, int]  # first byte and end
 
 
 class ObjectReader:
@@ -100,24 +102,31 @@ class ObjectReader:
     def _download(
         self, name: str, entry: Part | FileEntry, target: memoryview, filled: int, on_piece: Callable[[int], None]
     ) -> None:
-        tries = 0
+        tries, behind = 0, dict[int, int]()  # first byte -> end of chunks that came behind one that failed
+        pace = Pace(f"part {entry.name}", SILENT_S)
+        pace.look()
         while filled < entry.nbytes:
-            starts = range(filled, entry.nbytes, self._chunk)[:CHUNKS_AT_ONCE]
-            spans = [(start, min(start + self._chunk, entry.nbytes)) for start in starts]
-            failure = None
+            spans = _gaps(filled, entry.nbytes, self._chunk, behind)
+            failure, came = None, 0
             before, begin = filled, time.monotonic()
             for (start, stop), piece in zip(spans, self._bucket.ranges(name, spans), strict=False):
                 if isinstance(piece, WeightError):
-                    failure = piece
-                    break
+                    failure = failure or piece
+                    continue
                 if len(piece) != stop - start:
                     raise TornPart(
                         f"part {entry.name}", f"{start + len(piece)} bytes", f"must have {entry.nbytes}",
                         "the object is cut; fetch it again",
                     )  # fmt: skip
                 target[start:stop] = piece
-                filled = stop
+                behind[start] = stop
+                came += len(piece)
+            while filled in behind:
+                filled = behind.pop(filled)
+            if filled > before:
                 on_piece(filled)
+            if filled < entry.nbytes:
+                pace.came(came)
             if failure is None:
                 if time.monotonic() - begin < _QUICK_S:
                     self._chunk = min(2 * self._chunk, CHUNK_BYTES)
@@ -134,3 +143,16 @@ class ObjectReader:
             f"{self._policy} version", version, f"is not in {self._bucket.url}",
             f"{have}; fetch the newest, or raise weights.keep",
         )  # fmt: skip
+
+
+def _gaps(filled: int, nbytes: int, chunk: int, there: dict[int, int]) -> list[_Span]:
+    """The next spans to ask for, around those that are `there`."""
+    spans, at = list[_Span](), filled
+    while at < nbytes and len(spans) < CHUNKS_AT_ONCE:
+        if at in there:
+            at = there[at]
+            continue
+        stop = min(at + chunk, nbytes, *(start for start in there if start > at))
+        spans.append((at, stop))
+        at = stop
+    return spans
