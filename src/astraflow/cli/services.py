@@ -69,9 +69,7 @@ def joining(url: str) -> str:
 def trainer(
     dataflow: Url,
     policy: Annotated[str, typer.Option(help="The policy to train.")],
-    run_dir: Annotated[
-        Path, typer.Option(help="Where weights and checkpoints of the run lie, for all ranks.")
-    ],
+    run_dir: Annotated[Path, typer.Option(help="Where weights and checkpoints of the run lie, for all ranks.")],
     threads: Threads = 0,
     ranks: Annotated[int, typer.Option(help="Processes that share the model; 0: as the run file says.")] = 0,
     rank: Annotated[int, typer.Option(help="Which of them this is; -1: start them all here.")] = -1,
