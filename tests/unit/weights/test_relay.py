@@ -190,9 +190,10 @@ def follower(tmp_path: Path) -> Iterator[Follower]:
     started.join(5)
 
 
-@pytest.mark.parametrize("newest", [4, 5, 6])
-def test_a_relay_drops_what_is_of_another_past(tmp_path: Path, follower: Follower, newest: int) -> None:
-    """The trainer's directory is lost, and it goes on from its checkpoint of version 3."""
+@pytest.mark.parametrize(("newest", "trainer"), [(4, "after"), (5, "after"), (6, "after"), (4, "before")])
+def test_a_relay_drops_what_is_of_another_past(tmp_path: Path, follower: Follower, newest: int, trainer: str) -> None:
+    """The trainer's directory is lost, and it goes on from its checkpoint of version 3; under the name that it had, if
+    its ranks are given one."""
     copied, reader = follower.store, WeightClient()
     chain(tmp_path / "a", range(6), 1.0)
     chain(tmp_path / "b", range(3, newest + 1), 2.0)
@@ -204,7 +205,7 @@ def test_a_relay_drops_what_is_of_another_past(tmp_path: Path, follower: Followe
         reader.fetch(WeightVersion("actor", 5, near))
         expected = other_past(newest, 2.0)
         with serving_weights(tmp_path / "b") as url:
-            follower.announce(WeightVersion("actor", newest, (f"{url}/weights/actor",)), "after")
+            follower.announce(WeightVersion("actor", newest, (f"{url}/weights/actor",)), trainer)
             wait_until(lambda: follower.version == newest and same_bits(copied.fetch(newest), expected), "it", 20)
         for version in copied.versions():
             assert same_bits(copied.fetch(version), other_past(version, 2.0 if version >= 3 else 1.0)), version
@@ -234,6 +235,15 @@ def test_nothing_new_rests_on_what_was_not_compared(tmp_path: Path) -> None:
     copy_version(theirs, ours, 5, on_compared=lambda: None)
     assert ours.versions() == [0, 1, 2, 3, 5]
     assert same_bits(ours.fetch(5), other_past(5, 2.0))
+
+
+def test_what_is_there_already_is_not_read_again_when_an_earlier_version_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs, read = chain(tmp_path / "a", range(6), 1.0), chain(tmp_path / "b", range(6), 1.0), list[int]()
+    monkeypatch.setattr(theirs, "read", lambda version, entry: read.append(version))
+    copy_version(theirs, ours, 3, on_compared=lambda: None)
+    assert ours.versions() == list(range(6)) and read == []
 
 
 def test_what_comes_after_the_announced_version_is_taken_again(tmp_path: Path) -> None:

@@ -326,6 +326,26 @@ def test_chunks_that_came_behind_one_that_did_not_are_not_asked_for_again(
     assert sorted(came) == list(range(len(content))), "each byte came once"
 
 
+def test_bytes_that_come_again_are_bytes_that_came(clock: Clock) -> None:
+    """A server that knows no Range begins at the first byte at each try, each time further."""
+    ends = [40_000, 44_000, 48_000, 60_000]
+
+    class Restarting:
+        timeout_s, base_url = 30.0, "http://h:80"
+
+        def download(
+            self, path: str, target: memoryview, offset: int, on_piece: Callable[[int], None], on_head: Any
+        ) -> int:
+            end = ends.pop(0)
+            for filled in range(1000, end + 1, 1000):
+                clock.wait(3.5)  # 285 bytes/s
+                on_piece(filled)
+            return end
+
+    reader = HttpReader(Restarting(), "/weights/actor", "actor", closed=Event())  # type: ignore[arg-type]
+    assert len(reader.read(0, FileEntry("a", 60_000, "x"))) == 60_000 and not ends
+
+
 def test_a_slow_link_is_served_and_a_trickle_is_not(clock: Clock) -> None:
     slow = Pace("part a", 30.0)
     for _ in range(3600):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import socket
 import socketserver
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from urllib.parse import urlsplit
 
 import pytest
@@ -217,3 +218,38 @@ def test_connections_that_are_made_while_a_link_ends_are_closed() -> None:
                 for _ in range(4):
                     clients.enter_context(socket.create_connection((door.hostname, door.port)))
         gc.collect()  # a socket that is open yet is an error of this test
+
+
+def test_clients_that_go_on_connecting_while_a_link_ends_are_closed() -> None:
+    with socket.socket() as service:
+        service.bind(("127.0.0.1", 0))
+        service.listen(100)
+        with ExitStack() as clients, Shaper() as link:
+            url = link.forward(f"http://127.0.0.1:{service.getsockname()[1]}")
+
+            async def connecting() -> None:
+                link._stop.set()
+                with suppress(ConnectionRefusedError):
+                    while True:
+                        clients.enter_context(connect(url))
+                        await asyncio.sleep(0)
+
+            asyncio.run_coroutine_threadsafe(connecting(), link._loop)
+        gc.collect()  # a socket that is open yet is an error of this test
+
+
+def test_a_connection_that_is_cut_before_it_began_is_closed(service: str) -> None:
+    with Shaper() as link:
+        url = link.forward(service)
+
+        async def cut_at_once() -> socket.socket:
+            sock = connect(url)
+            while not link._open:
+                await asyncio.sleep(0)
+            for task in link._open:
+                task.cancel()
+            return sock
+
+        with closing(link._run(cut_at_once)) as sock:
+            sock.settimeout(5)
+            assert is_broken(sock)
