@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pickle
@@ -28,7 +27,6 @@ from astraflow.weights.files.leases import leased_versions
 from astraflow.weights.manifest import MANIFEST, Delta
 from astraflow.weights.server import ServerProcess, start_server
 from astraflow.weights.store import FileStore
-from astraflow.wire.app import HttpError
 from published import publish
 
 TOKEN = "correct-horse"
@@ -289,30 +287,6 @@ def test_readers_that_wait_for_a_version_are_one_look_at_the_disk(
         store.publish(1, make_tensors(1))
         assert [asked.result() for asked in waiting] == [200] * 5
     assert looks == [1]
-
-
-def test_nobody_looks_for_a_version_for_which_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    FileStore(tmp_path, "actor").publish(0, make_tensors(0))
-    serving = app_module._Serving(tmp_path)
-
-    async def two_readers() -> None:
-        short, long = (asyncio.create_task(serving._arrival("actor", 1, wait_s)) for wait_s in (0.01, 3600.0))
-        await short
-        (look,) = serving._shared._running.values()
-        await asyncio.sleep(3 * app_module.ARRIVAL_S)
-        assert not look.done(), "the one that began it has left, and it goes on"
-        long.cancel()
-        await look
-        assert not serving._waiting
-
-    asyncio.run(asyncio.wait_for(two_readers(), 20))
-
-
-def test_nobody_waits_for_a_policy_that_is_not_there(tmp_path: Path) -> None:
-    serving = app_module._Serving(tmp_path)
-    with pytest.raises(HttpError, match="policy=critic is not here"):
-        asyncio.run(asyncio.wait_for(serving._arrival("critic", 1, 60.0), 20))
-    assert not serving._waiting and not serving._shared._running
 
 
 def test_eight_servers_start_at_once_without_a_clash(tmp_path: Path) -> None:
