@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -60,7 +61,9 @@ class Committer:
         self._commit, self.reach = commit, reach
         self._pending: list[Episode] = []
         self._num_sending = 0
-        self._changed = asyncio.Event()
+        self._num_done = 0
+        self._wanted = 0  # somebody waits until so many are done
+        self._changed, self._hurry = asyncio.Event(), asyncio.Event()
         self.results: Counter[str] = Counter()
 
     @property
@@ -69,7 +72,7 @@ class Committer:
         return len(self._pending) + self._num_sending
 
     def add(self, episode: Episode) -> None:
-        """Send it as soon as possible."""
+        """Send it soon, with others that end soon after."""
         self._pending.append(episode)
         self._changed.set()
 
@@ -80,8 +83,7 @@ class Committer:
             while not self._pending:
                 self._changed.clear()
                 await self._changed.wait()
-            if len(self._pending) < MAX_EPISODES:
-                await asyncio.sleep(sent + _APART_S - time.monotonic())
+            await self._gather(sent + _APART_S)
             sent = time.monotonic()
             batch, self._pending = self._pending[:MAX_EPISODES], self._pending[MAX_EPISODES:]
             self._num_sending = len(batch)
@@ -91,14 +93,23 @@ class Committer:
                 if kind == "refused":
                     log.info("an episode was refused:%s", reason)
             self._num_sending = 0
+            self._num_done += len(batch)
             self._changed.set()
 
-    async def emptied(self) -> None:
-        """Waits until everything is acknowledged."""
-        await self.below(1)
+    async def _gather(self, until: float) -> None:
+        """Waits for more, until a request is full, somebody waits for it or the time (monotonic) has come."""
+        if len(self._pending) >= MAX_EPISODES or self._num_done < self._wanted:
+            return
+        self._hurry.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                await self._hurry.wait()
 
-    async def below(self, limit: int) -> None:
-        """Waits until fewer than `limit` episodes are not acknowledged."""
-        while self.backlog >= limit:
+    async def settled(self) -> None:
+        """Send what there is now; waits until it is acknowledged."""
+        count = self._num_done + self.backlog
+        self._wanted = max(self._wanted, count)
+        self._hurry.set()
+        while self._num_done < count:
             self._changed.clear()
             await self._changed.wait()

@@ -161,7 +161,7 @@ class _Node:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.drain_s):
                 await runner.emptied()
-                await self._committer.emptied()
+                await self._committer.settled()
 
     async def close(self) -> None:
         """Leave the pool (leases are given back) and end every part."""
@@ -270,8 +270,8 @@ class _Node:
     async def _leases(self, runner: Runner) -> None:
         capacity = self._options.concurrency
         while True:
-            await self._committer.below(4 * capacity)
             count = await runner.room(max(1, capacity // 8))
+            await self._committer.settled()  # what has ended and is not committed counts as held
             request_id = uuid.uuid4().hex  # a request whose answer is lost is asked again, and gets the same leases
             try:
                 reply = await self._reach.ask(

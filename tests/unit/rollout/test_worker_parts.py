@@ -144,7 +144,7 @@ async def committed(sink, count, give_up_s=60.0):
     for number in range(count):
         committer.add(episode(number))
     loop = asyncio.create_task(committer.run())
-    waiter = asyncio.create_task(committer.emptied())
+    waiter = asyncio.create_task(committer.settled())
     async with asyncio.timeout(10):
         await asyncio.wait({loop, waiter}, return_when=asyncio.FIRST_COMPLETED)
     for task in (loop, waiter):
@@ -170,12 +170,29 @@ async def test_what_finishes_soon_after_a_request_is_gathered_into_one_more(monk
         for number in range(4):  # the first goes at once; the others one by one, each after the one before could have
             committer.add(episode(number))
             if number == 0:
-                await committer.emptied()
+                await committer.settled()
             for _ in range(5):
                 await asyncio.sleep(0)
-        await committer.emptied()
+        while committer.backlog:
+            await asyncio.sleep(0.01)
     loop.cancel()
     assert sink.batches == [["e0"], ["e1", "e2", "e3"]]
+
+
+async def test_nothing_is_gathered_while_somebody_waits_for_it(monkeypatch):
+    monkeypatch.setattr("astraflow.rollout.commit._APART_S", 600.0)
+    sink = Sink()
+    committer = Committer(sink, Reach(60.0))
+    loop = asyncio.create_task(committer.run())
+    async with asyncio.timeout(10):
+        for number in range(3):
+            committer.add(episode(number))
+            if number == 1:  # the loop is in the middle of gathering
+                await asyncio.sleep(0.01)
+            await committer.settled()
+            assert committer.backlog == 0
+    loop.cancel()
+    assert sink.batches == [["e0"], ["e1"], ["e2"]]
 
 
 async def test_a_commit_is_repeated_while_the_service_is_away():
