@@ -2,8 +2,8 @@
 
 All sides of a seed begin from the same weights (version 0 of our run, after its warm start) with a fresh optimizer,
 draw from the same problems, and run until the mean reward of three consecutive steps is 0.5. Each runs alone;
-the plain loop and TRL are tried with one thread and with as many as there are cores, ours with one node process and
-with as many as there are cores (its trainer and each node have one thread), and the better counts.
+the plain loop and TRL are tried with one thread and with as many as there are cores, and the better counts; ours is the
+recipe as it is shipped (a trainer and a node, one thread each).
 
     python -m benchmarks.bench_loop [--seeds 0,1,2] [--seconds 120] [--peers .venv-peers/bin/python] [--no-gateway]
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,9 @@ def main() -> None:
 
 
 def _measure(settings: Settings, sides: list[str], peers: str, problems: Path, rows: list[dict[str, Any]]) -> None:
+    row, start = run_ours(settings)
+    _note(rows, row)
     counts = sorted({1, os.cpu_count() or 1})
-    start = None
-    for nodes in counts:
-        row, start = run_ours(replace(settings, nodes=nodes))
-        _note(rows, row)
     for side, python in (("plain", own_python()), ("trl", peers)):
         if side in sides:
             for threads in counts:

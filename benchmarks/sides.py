@@ -18,7 +18,6 @@ from benchmarks.cpu_share import CpuWatch
 
 TARGET, WINDOW = 0.5, 3  # time to this mean reward of this many consecutive steps
 POLL_S = 0.05
-IN_PLAY = 512
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,6 @@ class Settings:
     folder: Path  # for run directories and problem lists
     steps: int = 100_000  # limit of our own run; the others are stopped by time and target
     words: Sequence[str] = ()  # more overrides of the recipe
-    nodes: int = 1  # of our own run: node processes, which share its 512 episodes in play
 
 
 @dataclass
@@ -70,9 +68,8 @@ def run_ours(settings: Settings) -> tuple[dict[str, Any], Path]:
         "--policies.actor.optimizer.schedule=constant", "--policies.actor.optimizer.weight_decay=0.0",
         "--workflow.environment=calculator",  # schedule and reward as of the others
         "--sources.demos.right=0.08",  # the shipped start is at the target within ten steps, too few to compare speeds
-        "--rollout.nodes=" + _nodes(settings.nodes),
         *settings.words,
-        name=f"ours-{settings.seed}-{settings.nodes}",
+        name=f"ours-{settings.seed}",
     )  # fmt: skip
     watch = CpuWatch(run.popen.pid)
     start_at = run.directory / "checkpoints" / "actor" / "step-000000"
@@ -100,17 +97,12 @@ def run_ours(settings: Settings) -> tuple[dict[str, Any], Path]:
     return _our_row(settings, steps, start, cpu), start_at
 
 
-def _nodes(count: int) -> str:
-    """Value of the setting."""
-    return "[" + ", ".join(f'{{name = "node{i}", concurrency = {IN_PLAY // count}}}' for i in range(count)) + "]"
-
-
 def _our_row(settings: Settings, steps: Steps, start: float, cpu: dict[str, float]) -> dict[str, Any]:
     wall = steps.moments[-1] - start
     total = sum(cpu.values())
     rows = steps.rows
     return {
-        "side": "astraflow", "seed": settings.seed, "threads": "+".join("1" * (1 + settings.nodes)), "steps": len(rows),
+        "side": "astraflow", "seed": settings.seed, "threads": "1+1", "steps": len(rows),
         "t_half": round(wall, 1) if steps.reached() else None, "steps_per_s": round(len(rows) / wall, 3),
         "episodes_per_s": round(sum(row["batch/episodes"] for row in rows) / wall, 1),
         "tokens_per_s": round(sum(row["tokens/sampled"] for row in rows) / wall),
