@@ -29,6 +29,7 @@ from benchmarks.training.work import (
     Batch,
     Step,
     Work,
+    fill,
     given_work,
     measure,
     tell,
@@ -73,6 +74,7 @@ def run(work: Work, ranks: Ranks = ALONE, *, recompute: bool = False) -> None:
         if recompute:
             recompute_activations(model)
         stepper, rows = make_stepper(model, work.budget, ranks), token_rows(batch, work.behavior)
+        fill(stepper.optimizer)
         return lambda: stepper.step(rows, 0)["grad_norm"]
 
     result = measure(work, build, load_model)

@@ -1,7 +1,7 @@
 """The work that all sides of `bench_training` do: one model directory, the same sequences, the same optimizer step.
 
 A side is a process of its own; it builds its step, then `measure` times updates and takes the memory above the loaded
-model. Needs torch and transformers only, so that a peer can run it in an environment of its own.
+model and its optimizer. Needs torch and transformers only, so that a peer can run it in an environment of its own.
 """
 
 from __future__ import annotations
@@ -100,7 +100,18 @@ def make_batch(work: Work, vocabulary: int) -> Batch:
 
 def make_optimizer(model: PreTrainedModel) -> torch.optim.Optimizer:
     """AdamW as ours builds it, for the sides that have none."""
-    return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
+    fill(optimizer)
+    return optimizer
+
+
+def fill(optimizer: torch.optim.Optimizer) -> None:
+    """Make its state, which is there from the second update on, so that one update says what each of them needs."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # gradients of zero move nothing
+    optimizer.zero_grad()
 
 
 def padded(part: list[torch.Tensor], width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +124,7 @@ def padded(part: list[torch.Tensor], width: int) -> tuple[torch.Tensor, torch.Te
 
 
 def measure(work: Work, build: Build, load: Callable[[str], PreTrainedModel]) -> dict[str, object]:
-    """Time the updates of a side in this process. Memory: VmHWM above the resident size with the model loaded."""
+    """Time the updates of a side in this process. Memory: VmHWM, whole and above model and optimizer."""
     torch.manual_seed(work.seed)
     torch.set_num_threads(work.threads)
     model = load(work.directory)
