@@ -7,8 +7,9 @@
 | vocabulary | memory of our update and of the plain one with a vocabulary and a batch four times as large          |
 
 Each side is a process of its own with all cores. `peak_mb` is the high-water mark of its resident memory, `memory_mb`
-that above the loaded model and its optimizer. The norm of the first gradient must be the same on all sides. Of SmolLM2's batch of 64 rows
-each side computes a fair eighth, and TRL pads that to the longest of the 64 as it would with all of them.
+that above the loaded model and its optimizer. The norm of the first gradient must be the same on all sides. Of
+SmolLM2's batch of 64 rows each side computes a fair eighth, and TRL pads that to the longest of the 64 as it would with
+all of them.
 
     python -m benchmarks.bench_training [--peers .venv-peers/bin/python] [--models tiny,smollm2] [--tables updates]
 """
