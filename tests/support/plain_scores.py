@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from astraflow.models.scoring.forward import prepare_model
+
 Row = tuple[np.ndarray, np.ndarray]  # token ids, trained
 
 
@@ -31,3 +33,17 @@ def plain_gradient(model: PreTrainedModel, loss: torch.Tensor) -> torch.Tensor:
     """Of all parameters that are trained, flat."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained)])
+
+
+@torch.no_grad()
+def sampled_rows(model: PreTrainedModel, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [size, 4] that start with 1, sampled by a model of a trainer, and their logprobs, 0 for the first."""
+    ids, logprobs = torch.ones(size, 1, dtype=torch.int64), [torch.zeros(size)]
+    for _ in range(3):
+        model.set_attn_implementation("sdpa")
+        log_softmax = model(input_ids=ids).logits[:, -1].log_softmax(-1)
+        prepare_model(model)
+        token = torch.multinomial(log_softmax.exp(), 1)
+        ids = torch.cat([ids, token], 1)
+        logprobs.append(log_softmax.gather(1, token)[:, 0])
+    return ids, torch.stack(logprobs, 1)

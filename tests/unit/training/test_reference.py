@@ -23,6 +23,7 @@ from astraflow.training.learner import Learner
 from astraflow.training.reference import KlPenalty, Reference
 from astraflow.training.step import Stepper, StepSettings
 from astraflow.types import WeightVersion
+from plain_scores import sampled_rows
 
 LENGTHS = [5, 40, 12, 12, 33, 7, 9, 21, 64, 3, 17, 12]
 VARIANTS = [("loss", "k2"), ("loss", "k3"), ("reward", "k1"), ("reward", "k2"), ("reward", "k3")]
@@ -187,7 +188,7 @@ def test_a_large_coefficient_keeps_the_policy_near_the_start(make_model, make_ta
         reference = Reference(prepare_model(copy.deepcopy(model)))
         stepper = _stepper(model, KlSection(coef=coef, place=place), reference, lr=2e-3)
         for _ in range(25):
-            ids, logprobs = _sampled(stepper.model, 64)
+            ids, logprobs = sampled_rows(stepper.model, 64)
             reward = (ids[:, 1:] < 30).float().mean(1)
             listed = [(row, [False, True, True, True]) for row in ids.numpy()]
             advantages = [np.full(4, a, np.float32) for a in (reward - reward.mean()).tolist()]
@@ -195,20 +196,6 @@ def test_a_large_coefficient_keeps_the_policy_near_the_start(make_model, make_ta
             metrics = stepper.step(rows_from_table(table), 0)
         moved[coef], rewards[coef] = metrics["policy/kl_k1"], reward.mean().item()
     assert moved[10.0] < 0.1 * moved[1e-9] and rewards[10.0] < rewards[1e-9] - 0.1, (moved, rewards)
-
-
-@torch.no_grad()
-def _sampled(model, size):
-    """Ids [size, 4] that start with 1, and their logprobs, 0 for the first."""
-    ids, logprobs = torch.ones(size, 1, dtype=torch.int64), [torch.zeros(size)]
-    for _ in range(3):
-        model.set_attn_implementation("sdpa")
-        log_softmax = model(input_ids=ids).logits[:, -1].log_softmax(-1)
-        prepare_model(model)
-        token = torch.multinomial(log_softmax.exp(), 1)
-        ids = torch.cat([ids, token], 1)
-        logprobs.append(log_softmax.gather(1, token)[:, 0])
-    return ids, torch.stack(logprobs, 1)
 
 
 # The trainer's own reference and the stage's.

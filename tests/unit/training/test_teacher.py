@@ -22,6 +22,7 @@ from astraflow.training.learner import Learner
 from astraflow.training.optimize.minibatches import placed_packs
 from astraflow.training.reference import KlPenalty, Reference
 from astraflow.training.step import Stepper, StepSettings
+from plain_scores import sampled_rows
 
 SECTION = AlgorithmSection(distill={"teacher": "t", "coef": 2.0}).penalty
 
@@ -52,25 +53,11 @@ def test_a_policy_follows_its_teacher(make_model, make_table, loss):
     stepper.penalty = KlPenalty(SECTION, 1.0, Reference(teacher), to_go=False)
     distances = []
     for _ in range(30):
-        ids, logprobs = _sampled(stepper.model, 64)
+        ids, logprobs = sampled_rows(stepper.model, 64)
         listed = [(row, [False, True, True, True]) for row in ids.numpy()]
         table = make_table(listed, behavior_logprobs=list(logprobs.numpy()), advantages=[np.zeros(4, np.float32)] * 64)
         distances.append(stepper.step(rows_from_table(table), 0)["policy/kl_k1"])
     assert np.mean(distances[-3:]) < 0.5 * np.mean(distances[:3]), distances
-
-
-@torch.no_grad()
-def _sampled(model, size):
-    """Ids [size, 4] that start with 1, and their logprobs, 0 for the first."""
-    ids, logprobs = torch.ones(size, 1, dtype=torch.int64), [torch.zeros(size)]
-    for _ in range(3):
-        model.set_attn_implementation("sdpa")
-        log_softmax = model(input_ids=ids).logits[:, -1].log_softmax(-1)
-        prepare_model(model)
-        token = torch.multinomial(log_softmax.exp(), 1)
-        ids = torch.cat([ids, token], 1)
-        logprobs.append(log_softmax.gather(1, token)[:, 0])
-    return ids, torch.stack(logprobs, 1)
 
 
 @pytest.fixture
