@@ -27,7 +27,7 @@ from astraflow.rollout.worker.channel import (
     Start,
 )
 from astraflow.rollout.worker.client import LLM, BlockingLLM
-from astraflow.rollout.worker.outcome import outcome_of, plain_text
+from astraflow.wire.swarm.outcome import outcome_of, plain_text
 from astraflow.types import Outcome
 from astraflow.workflows.load import PlayFunction, build_workflow
 
