@@ -1,0 +1,1 @@
+"""Between a rollout node and those who play episodes elsewhere."""
