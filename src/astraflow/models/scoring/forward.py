@@ -18,6 +18,7 @@ from astraflow.errors import ModelError
 from astraflow.models.linear import ROWS, prefers_onednn, product, weight_gradient
 from astraflow.models.scoring.attention import IMPLEMENTATION, pack_layout
 from astraflow.models.scoring.packing import Pack
+from astraflow.models.scoring.team import ALONE, Team
 
 CHUNK_ELEMENTS = 1 << 25  # logits of one chunk: 128 MB in float32
 
@@ -50,37 +51,40 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
 class PackedPolicy(nn.Module):
     """A decoder as a function of a pack, so that `functional_call` can run it under other weights."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, team: Team = ALONE) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.team = model, team
 
     def forward(self, pack: Pack, temperature: float) -> Scores:
         """The trained tokens of `pack` at temperature T."""
         head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        picked = target_states(cast(PreTrainedModel, self.model.base_model), pack)
-        targets = torch.from_numpy(pack.target_ids).to(picked.device)
+        picked = target_states(cast(PreTrainedModel, self.model.base_model), pack, self.team)
+        targets = torch.from_numpy(self.team.share(pack.target_ids)).to(picked.device)
         parts = []
         size = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
         for part, wanted in zip(torch.split(picked, size), torch.split(targets, size), strict=True):
             parts.append(
                 HeadLogprobs.apply(part, head.weight, head.bias, wanted, temperature)  # type: ignore[no-untyped-call]
             )
-        return Scores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        columns = (torch.cat(column) for column in zip(*parts, strict=True))
+        return Scores(*(self.team.together(column, pack.num_targets) for column in columns))
 
 
-def target_states(decoder: PreTrainedModel, pack: Pack) -> torch.Tensor:
-    """Last hidden states [N, H] of the tokens before the trained ones, in the dtype of the arithmetic."""
+def target_states(decoder: PreTrainedModel, pack: Pack, team: Team = ALONE) -> torch.Tensor:
+    """Last hidden states [N, H] of the tokens before the trained ones, in the dtype of the arithmetic; of a `team` the
+    share of this member."""
     device = decoder.device
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else decoder.dtype
-    token_ids, position_ids, cu_lengths, places = _filled(pack)
+    token_ids, position_ids, cu_lengths, places = _filled(pack, team.size)
     hidden: torch.Tensor = decoder(
-        input_ids=torch.from_numpy(token_ids).to(device)[None],
-        position_ids=torch.from_numpy(position_ids).to(device)[None],
+        input_ids=torch.from_numpy(team.tokens(token_ids)).to(device)[None],
+        position_ids=torch.from_numpy(team.positions(position_ids)).to(device)[None],
         use_cache=False,
         pack_layout=pack_layout(cu_lengths, places, device, dtype),
+        exchange=team.exchange,
     ).last_hidden_state[0]
-    return hidden.index_select(0, torch.from_numpy(pack.target_index).to(device)).to(dtype)
+    return team.picked(hidden, pack.target_index).to(dtype)
 
 
 def packed_logprobs(
@@ -142,11 +146,11 @@ class HeadLogprobs(torch.autograd.Function):
         )
 
 
-def _filled(pack: Pack) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """token_ids, position_ids, cu_lengths, places; where the CPU's kernels are compiled for a number of rows, with
-    sequences of one token (id 0) at the end that fill it up. Nothing reads what comes out of them, so they have no
-    gradient."""
-    extra = -pack.num_computed % ROWS if prefers_onednn() else 0
+def _filled(pack: Pack, members: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """token_ids, position_ids, cu_lengths, places; with sequences of one token (id 0) at the end, so that all members
+    have as many, and where the CPU's kernels are compiled for a number of rows that number. Nothing reads what comes
+    out of them, so they have no gradient."""
+    extra = -pack.num_computed % (members * (ROWS if prefers_onednn() else 1))
     more = np.arange(extra)
     cu_lengths = np.concatenate((pack.cu_lengths, (pack.cu_lengths[-1] + 1 + more).astype(pack.cu_lengths.dtype)))
     places = None if pack.places is None else np.concatenate((pack.places, pack.num_computed + more))
