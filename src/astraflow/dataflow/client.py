@@ -43,10 +43,12 @@ class DataflowClient:
         stats: Mapping[str, float],
         versions: Mapping[str, int],
         playing: Sequence[tuple[str, int]] = (),
+        notes: Mapping[str, str] | None = None,
     ) -> m.HeartbeatReply:
         """The node lives, and plays these attempts; the reply says which of them it need not play any more. A
         `WireError` with status 404 means: join again, and drop what you play."""
         body = m.Heartbeat(stats=_finite("stats", stats), versions=dict(versions), playing=list(playing))
+        body.notes = dict(notes or {})
         return self._http.json("POST", f"/nodes/{node_id}/heartbeat", body, m.HeartbeatReply)
 
     def drain(self, node_id: str) -> None:

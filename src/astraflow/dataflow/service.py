@@ -115,7 +115,7 @@ class _Endpoints:
         seen = self._machine.live.hear_node(node_id, self._shell.now())
         if body.stats.get(_WRONG, 0.0) > seen.stats.get(_WRONG, 0.0):
             log.warning("node %s computes with other weights than it says (%s); see its log", node_id, body.versions)
-        seen.stats, seen.versions = body.stats, body.versions
+        seen.stats, seen.versions, seen.notes = body.stats, body.versions, body.notes
         return json_reply(m.HeartbeatReply(self._relays.versions(), cancelled, self._machine.finished))
 
     async def drain(self, request: Request) -> Response:

@@ -44,6 +44,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("astraflow_tasks_skipped_total", "counter", "tasks", "tasks that were refused", ("source", "operator")),
     Metric("astraflow_episodes_committed_total", "counter", "episodes", "episodes accepted"),
     Metric("astraflow_episodes_refused_total", "counter", "episodes", "episodes of older attempts, refused"),
+    Metric(
+        "astraflow_code_episodes_total", "counter", "episodes", "episodes that a version of the code played", ("code",)
+    ),
+    Metric("astraflow_code_reward", "gauge", "1", "mean reward of its training episodes", ("code",)),
     Metric("astraflow_episode_errors_total", "counter", "episodes", "episodes that ended with an error", ("kind",)),
     Metric("astraflow_leases_lost_total", "counter", "leases", "leases that ran out"),
     Metric("astraflow_stage_entries_waiting", "gauge", "entries", "entries that wait for a worker", ("stage",)),

@@ -70,6 +70,7 @@ def encode_episodes(
                 error=episode.error,
                 metrics=episode.metrics,
                 wall_s=episode.wall_s,
+                code_version=episode.code_version,
             )
         )
         group_id = episode_id.rpartition("/")[0] or task.group_id

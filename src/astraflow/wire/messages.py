@@ -38,7 +38,9 @@ import msgspec
 from astraflow.types import EpisodeLease, WeightVersion
 
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]  # kept, journaled and shown
+CodeVersion = Annotated[str, msgspec.Meta(max_length=64)]  # kept and journaled, a label of a metric
 Label = Annotated[str, msgspec.Meta(max_length=256)]  # for people
+Note = Annotated[str, msgspec.Meta(max_length=8192)]
 _LARGEST = 3.4028234663852886e38  # of float32
 Number = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]  # of what is summed up
 PROTOCOL = 1
@@ -90,6 +92,7 @@ class Heartbeat(msgspec.Struct, kw_only=True):
     stats: dict[str, float] = {}  # gauges and monotonic counters for status and metrics
     versions: dict[str, int] = {}  # policy -> version in force on the node
     playing: list[tuple[Id, int]] = []  # (episode id, attempt) of all that the node plays or will play
+    notes: dict[Label, Note] = {}  # for people: "code" (version in force), "edit" (why the newest is not)
 
 
 class HeartbeatReply(msgspec.Struct):
@@ -145,6 +148,7 @@ class EpisodeHeader(msgspec.Struct, kw_only=True):
     error: str | None = None  # None: ran to its end
     metrics: dict[str, Number] = {}
     wall_s: float = 0.0
+    code_version: CodeVersion = ""  # version of the code that played it; "": not known
 
 
 class EpisodesHeader(msgspec.Struct):

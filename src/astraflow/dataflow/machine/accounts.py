@@ -10,15 +10,27 @@ from collections.abc import Iterable
 
 from astraflow.dataflow.machine.commands import DropSegment, Event, Wake
 from astraflow.dataflow.machine.plan import Context
-from astraflow.dataflow.machine.records import Added, Entry, Failed, Part, PolicyState, Put, TaskAccount
+from astraflow.dataflow.machine.records import (
+    Added,
+    CodeAccount,
+    Entry,
+    EpisodeCommit,
+    Failed,
+    Part,
+    PolicyState,
+    Put,
+    State,
+    TaskAccount,
+)
 from astraflow.errors import Problem
-from astraflow.types import error_kind
+from astraflow.types import Purpose, error_kind
 
 RECENT_GROUPS = 4096
 UNSCORED = "unscored"  # reason of a group that had no reward, or failures of several kinds; of an episode without one
 LEFT_OUT = "left_out"  # reason of a scored episode that an operator took out of its group
 _MESSAGE_CHARS = 300
 _MOST_REASONS = 64  # of drops, per policy, and of errors: operators and workflows of users name their own
+_MOST_CODES = 64  # versions of the workflow's code whose episodes are counted; the longest unused is forgotten
 _ADVICE = {
     "zero_variance": "make rewards differ within a group: easier or more varied tasks, a warm start, a higher "
     "sampling.temperature, a larger workflow.group_size; or keep equal groups with operators = ['keep_all']",
@@ -91,6 +103,21 @@ def count_error(context: Context, error: str) -> None:
         text = error.removeprefix(f"{kind}:").strip()
         state.first_errors[kind] = text if len(text) <= _MESSAGE_CHARS else text[: _MESSAGE_CHARS - 3] + "..."
         context.out.append(Event("episode_error", {"kind": kind, "error": state.first_errors[kind]}))
+
+
+def count_code(state: State, episode: EpisodeCommit, purpose: Purpose) -> None:
+    """One more episode of a version of the workflow's code, where the node says which."""
+    if not episode.code_version:
+        return
+    account = state.code_versions.pop(episode.code_version, None) or CodeAccount()
+    state.code_versions[episode.code_version] = account
+    account.episodes += 1
+    account.failed += episode.error is not None
+    rewards = [part.reward for part in episode.parts if part.reward is not None] if purpose == "train" else []
+    account.scored += len(rewards)
+    account.reward_sum += sum(rewards)
+    if len(state.code_versions) > _MOST_CODES:
+        del state.code_versions[next(iter(state.code_versions))]
 
 
 def failure_reason(errors: Iterable[str | None]) -> str:

@@ -22,6 +22,7 @@ class Seen:
     at: float  # run time of its last request
     stats: dict[str, float] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)  # nodes: version in force per policy
+    notes: dict[str, str] = field(default_factory=dict)  # nodes: for people
     stores: dict[str, int] = field(default_factory=dict)  # trainers: newest version of stores that come later
     silent: bool = False  # trainers: already reported
 

@@ -6,8 +6,9 @@
 | admitted  | policies, purpose                                                               |
 | leased    | episodes that one request got, attempt, node                                    |
 | lost      | episode, attempt, node, why (given back, silent, training is over)              |
-| committed | episodes of one request, attempt, node, their rewards per policy, their tokens  |
-| failed    | episode, attempt, node, error                                                   |
+| committed | episodes of one request, attempt, node, their rewards per policy, their tokens, |
+|           | code (version of the workflow's code)                                           |
+| failed    | episode, attempt, node, code, error                                             |
 | refused   | episode, attempt, node, why                                                     |
 | judged    | policy; advantages and weight that its operators made                           |
 | columns   | policy, stage, episode                                                          |
@@ -78,12 +79,13 @@ def _leased(command: c.LeaseEpisodes, leases: Iterable[EpisodeLease], machine: M
 
 
 def _committed(command: c.CommitEpisodes, answers: dict[str, str]) -> Iterator[Found]:
-    done: dict[tuple[str, int], dict[str, Any]] = {}  # siblings of one request share a moment
+    done: dict[tuple[str, int, str], dict[str, Any]] = {}  # siblings of one request and code share a moment
     for episode in command.episodes:
         group_id, k = split_id(episode.episode_id)
         answer = answers[episode.episode_id]
         if answer == "accepted" and episode.error is None:
-            fields = done.get((group_id, episode.attempt))
+            mark = (group_id, episode.attempt, episode.code_version)
+            fields = done.get(mark)
             if fields is None:
                 fields = {
                     "episodes": [],
@@ -92,7 +94,9 @@ def _committed(command: c.CommitEpisodes, answers: dict[str, str]) -> Iterator[F
                     "reward": {},
                     "tokens": [],
                 }
-                done[group_id, episode.attempt] = fields
+                if episode.code_version:
+                    fields["code"] = episode.code_version
+                done[mark] = fields
             fields["episodes"].append(k)
             fields["tokens"].append(sum(part.num_tokens for part in episode.parts))
             for part in episode.parts:
@@ -101,10 +105,11 @@ def _committed(command: c.CommitEpisodes, answers: dict[str, str]) -> Iterator[F
             continue
         fields = {"episode": k, "attempt": episode.attempt, "node": command.node_id}
         if answer == "accepted":
-            yield group_id, "failed", {**fields, "error": (episode.error or "")[:200]}
+            code = {"code": episode.code_version} if episode.code_version else {}
+            yield group_id, "failed", {**fields, **code, "error": (episode.error or "")[:200]}
         else:
             yield group_id, "refused", {**fields, "why": answer.removeprefix("refused: ")}
-    for (group_id, _), fields in done.items():
+    for (group_id, *_), fields in done.items():
         yield group_id, "committed", fields
 
 

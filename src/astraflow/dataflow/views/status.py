@@ -7,7 +7,7 @@ from typing import Any
 
 from astraflow.dataflow.compaction import Compaction
 from astraflow.dataflow.journal.log import Journal
-from astraflow.dataflow.machine.records import PolicyState, SourceState
+from astraflow.dataflow.machine.records import CodeAccount, PolicyState, SourceState
 from astraflow.dataflow.state import Machine
 from astraflow.dataflow.views.beside import consumers_status, set_metrics, stages_status
 from astraflow.dataflow.views.law import imbalance, task_imbalance
@@ -38,6 +38,7 @@ def status(machine: Machine, now: float) -> dict[str, Any]:
             "lost": state.num_lost,
             "errors": state.errors,
             "first_errors": state.first_errors,
+            "code_versions": {code: _code(account) for code, account in state.code_versions.items()},
         },
         "void_commands": state.voids,
         "nodes": _nodes(machine, now),
@@ -50,6 +51,11 @@ def status(machine: Machine, now: float) -> dict[str, Any]:
         },
         "sources": {name: _source(machine, name, source) for name, source in state.sources.items()},
     }
+
+
+def _code(account: CodeAccount) -> dict[str, Any]:
+    mean = round(account.reward_sum / account.scored, 4) if account.scored else None
+    return {"episodes": account.episodes, "failed": account.failed, "reward": mean}
 
 
 def _source(machine: Machine, name: str, source: SourceState) -> dict[str, Any]:
@@ -113,6 +119,7 @@ def _nodes(machine: Machine, now: float) -> list[dict[str, Any]]:
                 "silent_s": round(now - seen.at, 3) if seen is not None else None,
                 "versions": seen.versions if seen is not None else {},
                 "stats": seen.stats if seen is not None else {},
+                "notes": seen.notes if seen is not None else {},
             }
         )
     return nodes
@@ -161,6 +168,9 @@ def prometheus_text(machine: Machine, refused: Mapping[str, int]) -> bytes:
     registry.set("astraflow_leases_lost_total", state.num_lost)
     for kind, count in state.errors.items():
         registry.set("astraflow_episode_errors_total", count, kind=kind)
+    for code, account in state.code_versions.items():
+        registry.set("astraflow_code_episodes_total", account.episodes, code=code)
+        registry.set("astraflow_code_reward", account.reward_sum / max(1, account.scored), code=code)
     set_metrics(machine, registry)
     for node_id, node in state.nodes.items():
         registry.set("astraflow_node_leases", len(node.held), node=node_id)
