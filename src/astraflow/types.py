@@ -130,7 +130,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None  # "<kind>: <message>"; None: the episode ran to its end
     metrics: dict[str, float] = {}
     wall_s: float = 0.0  # duration on the node
-    code_version: str = ""  # version of the workflow's code that played it, by its worker; "": not known
+    code: str = ""  # version of the workflow's code that played it, by its worker; "": not known
 
 
 _ERROR_KIND = re.compile(r"[a-z][a-z0-9_]{0,31}(?=:)")

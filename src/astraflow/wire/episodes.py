@@ -70,7 +70,7 @@ def encode_episodes(
                 error=episode.error,
                 metrics=episode.metrics,
                 wall_s=episode.wall_s,
-                code_version=episode.code_version,
+                code=episode.code,
             )
         )
         group_id = episode_id.rpartition("/")[0] or task.group_id

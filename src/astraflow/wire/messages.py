@@ -38,7 +38,7 @@ import msgspec
 from astraflow.types import EpisodeLease, WeightVersion
 
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]  # kept, journaled and shown
-CodeVersion = Annotated[str, msgspec.Meta(max_length=64)]  # kept and journaled, a label of a metric
+Code = Annotated[str, msgspec.Meta(max_length=64)]  # kept and journaled, a label of a metric
 Label = Annotated[str, msgspec.Meta(max_length=256)]  # for people
 Note = Annotated[str, msgspec.Meta(max_length=8192)]
 _LARGEST = 3.4028234663852886e38  # of float32
@@ -148,7 +148,7 @@ class EpisodeHeader(msgspec.Struct, kw_only=True):
     error: str | None = None  # None: ran to its end
     metrics: dict[str, Number] = {}
     wall_s: float = 0.0
-    code_version: CodeVersion = ""  # version of the code that played it; "": not known
+    code: Code = ""  # version of the code that played it; "": not known
 
 
 class EpisodesHeader(msgspec.Struct):

@@ -30,7 +30,7 @@ UNSCORED = "unscored"  # reason of a group that had no reward, or failures of se
 LEFT_OUT = "left_out"  # reason of a scored episode that an operator took out of its group
 _MESSAGE_CHARS = 300
 _MOST_REASONS = 64  # of drops, per policy, and of errors: operators and workflows of users name their own
-_MOST_CODES = 64  # versions of the workflow's code whose episodes are counted; the longest unused is forgotten
+_MOST_codes = 64  # versions of the workflow's code whose episodes are counted; the longest unused is forgotten
 _ADVICE = {
     "zero_variance": "make rewards differ within a group: easier or more varied tasks, a warm start, a higher "
     "sampling.temperature, a larger workflow.group_size; or keep equal groups with operators = ['keep_all']",
@@ -107,17 +107,17 @@ def count_error(context: Context, error: str) -> None:
 
 def count_code(state: State, episode: EpisodeCommit, purpose: Purpose) -> None:
     """One more episode of a version of the workflow's code, where the node says which."""
-    if not episode.code_version:
+    if not episode.code:
         return
-    account = state.code_versions.pop(episode.code_version, None) or CodeAccount()
-    state.code_versions[episode.code_version] = account
+    account = state.codes.pop(episode.code, None) or CodeAccount()
+    state.codes[episode.code] = account
     account.episodes += 1
     account.failed += episode.error is not None
     rewards = [part.reward for part in episode.parts if part.reward is not None] if purpose == "train" else []
     account.scored += len(rewards)
     account.reward_sum += sum(rewards)
-    if len(state.code_versions) > _MOST_CODES:
-        del state.code_versions[next(iter(state.code_versions))]
+    if len(state.codes) > _MOST_codes:
+        del state.codes[next(iter(state.codes))]
 
 
 def failure_reason(errors: Iterable[str | None]) -> str:

@@ -78,7 +78,7 @@ class EpisodeCommit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: str | None  # "<kind>: <message>": unscored
     metrics: dict[str, float]
     parts: list[Part]  # at most one per policy
-    code_version: str = ""  # version of the code that played it; "": not known
+    code: str = ""  # version of the code that played it; "": not known
 
 
 class OpenGroup(msgspec.Struct, array_like=True):
@@ -356,9 +356,7 @@ class State(msgspec.Struct):
     num_lost: int = 0  # leases that ran out or died with their node
     errors: dict[str, int] = {}  # kind -> committed episodes with such an error
     first_errors: dict[str, str] = {}  # kind -> the first such error, shortened
-    code_versions: dict[
-        str, CodeAccount
-    ] = {}  # version of the code -> its episodes, the one that was committed last is last
+    codes: dict[str, CodeAccount] = {}  # version of the code -> its episodes, the one that was committed last is last
     voids: dict[str, int] = {}  # kind of command -> those that raised while they were applied
     failure: Failed | None = None
     staged: dict[str, StagedGroup] = {}  # "<policy>/<group id>" -> a group that waits for stages

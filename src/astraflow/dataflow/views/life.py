@@ -84,7 +84,7 @@ def _committed(command: c.CommitEpisodes, answers: dict[str, str]) -> Iterator[F
         group_id, k = split_id(episode.episode_id)
         answer = answers[episode.episode_id]
         if answer == "accepted" and episode.error is None:
-            mark = (group_id, episode.attempt, episode.code_version)
+            mark = (group_id, episode.attempt, episode.code)
             fields = done.get(mark)
             if fields is None:
                 fields = {
@@ -94,8 +94,8 @@ def _committed(command: c.CommitEpisodes, answers: dict[str, str]) -> Iterator[F
                     "reward": {},
                     "tokens": [],
                 }
-                if episode.code_version:
-                    fields["code"] = episode.code_version
+                if episode.code:
+                    fields["code"] = episode.code
                 done[mark] = fields
             fields["episodes"].append(k)
             fields["tokens"].append(sum(part.num_tokens for part in episode.parts))
@@ -105,7 +105,7 @@ def _committed(command: c.CommitEpisodes, answers: dict[str, str]) -> Iterator[F
             continue
         fields = {"episode": k, "attempt": episode.attempt, "node": command.node_id}
         if answer == "accepted":
-            code = {"code": episode.code_version} if episode.code_version else {}
+            code = {"code": episode.code} if episode.code else {}
             yield group_id, "failed", {**fields, **code, "error": (episode.error or "")[:200]}
         else:
             yield group_id, "refused", {**fields, "why": answer.removeprefix("refused: ")}

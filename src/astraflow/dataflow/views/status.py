@@ -38,7 +38,7 @@ def status(machine: Machine, now: float) -> dict[str, Any]:
             "lost": state.num_lost,
             "errors": state.errors,
             "first_errors": state.first_errors,
-            "code_versions": {code: _code(account) for code, account in state.code_versions.items()},
+            "codes": {code: _code(account) for code, account in state.codes.items()},
         },
         "void_commands": state.voids,
         "nodes": _nodes(machine, now),
@@ -168,7 +168,7 @@ def prometheus_text(machine: Machine, refused: Mapping[str, int]) -> bytes:
     registry.set("astraflow_leases_lost_total", state.num_lost)
     for kind, count in state.errors.items():
         registry.set("astraflow_episode_errors_total", count, kind=kind)
-    for code, account in state.code_versions.items():
+    for code, account in state.codes.items():
         registry.set("astraflow_code_episodes_total", account.episodes, code=code)
         registry.set("astraflow_code_reward", account.reward_sum / max(1, account.scored), code=code)
     set_metrics(machine, registry)

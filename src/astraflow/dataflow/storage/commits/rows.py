@@ -118,9 +118,7 @@ def episode_commits(header: EpisodesHeader, facts: RowFacts, put: Put | None) ->
         end = start + episode.num_rows
         parts = _parts(facts, start, end, key)
         error = episode.error if episode.error is None else episode.error[:_ERROR_CHARS]
-        commits.append(
-            EpisodeCommit(episode.episode_id, episode.attempt, error, episode.metrics, parts, episode.code_version)
-        )
+        commits.append(EpisodeCommit(episode.episode_id, episode.attempt, error, episode.metrics, parts, episode.code))
         start = end
     return commits
 
