@@ -50,10 +50,10 @@ class Prompt:
 
     __slots__ = ("encoded", "forked", "ids", "node", "text")
 
-    def __init__(self, ids: np.ndarray, text: str, node: _Node, forked: bool, encoded: int) -> None:
+    def __init__(self, ids: np.ndarray, text: str, node: _Node | None, forked: bool, encoded: int) -> None:
         self.ids = ids  # [P] int32
         self.text = text  # the whole request as rendered
-        self.node = node
+        self.node = node  # None: a raw prompt, which has no messages
         self.forked = forked  # a known context was not continued by the template
         self.encoded = encoded  # how many of the ids were tokenised now
 
@@ -108,6 +108,7 @@ class Contexts:
 
     def remember(self, prompt: Prompt, reply: Reply) -> None:
         """Store the context that `reply` completes."""
+        assert prompt.node is not None
         node = prompt.node.children.get(reply.key)
         if node is None:
             node = prompt.node.children[reply.key] = _Node()

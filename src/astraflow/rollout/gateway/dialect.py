@@ -41,6 +41,12 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
 
 
+class RawRequest(ChatRequest, kw_only=True):
+    """A completion of a raw prompt: no messages, no template, no tools."""
+
+    prompt: str | list[int]  # a text, in which special tokens are read, or its ids
+
+
 class FunctionCall(msgspec.Struct):
     """Name and arguments of one tool call; `arguments` is JSON text."""
 

@@ -24,6 +24,10 @@ class Chat(Protocol):
     def eos_ids(self) -> Sequence[int]:
         """The ids that end a turn; may be empty."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below it."""
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, *, add_generation_prompt: bool
     ) -> str:

@@ -30,7 +30,7 @@ class FakeChat:
     def __init__(self, style: str = "plain") -> None:
         # plain | thinking: removed from earlier turns | folded: tool messages joined | trimmed | counted: in the head
         self.style = style
-        self.eos_ids = (EOS,)
+        self.eos_ids, self.vocab_size = (EOS,), len(VOCABULARY)
         self.encoded: list[str] = []
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Any, *, add_generation_prompt: bool) -> str:
