@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import astraflow.models.scoring.attention as attention
 import astraflow.models.scoring.forward as forward
+import astraflow.models.scoring.layout as layout
 from astraflow.errors import ModelError
 from astraflow.models.scoring.forward import HeadLogprobs, packed_logprobs, prepare_model
 from astraflow.models.scoring.packing import pack_rows, rows_from_lists
@@ -38,18 +39,18 @@ def _gradient(model, logprobs):
 def test_buckets_hold_every_token_once_with_little_padding(lengths):
     lengths = np.array(sorted(lengths, reverse=True))
     cu_lengths = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    layout = attention.pack_layout(cu_lengths, None, torch.device("cpu"), torch.float32)
+    found = layout.pack_layout(cu_lengths, None, torch.device("cpu"), torch.float32)
     rest = lengths.tolist()
-    for bucket in layout.buckets:
+    for bucket in found.buckets:
         inside, rest = rest[: bucket.sequences], rest[bucket.sequences :]
         assert inside[0] == bucket.length
         room = bucket.sequences * bucket.length
-        assert room - sum(inside) <= max(attention.MAX_PADDING * room, attention.SMALL_BUCKET_TOKENS)
+        assert room - sum(inside) <= max(layout.MAX_PADDING * room, layout.SMALL_BUCKET_TOKENS)
     assert not rest
-    padded = sum(bucket.sequences * bucket.length for bucket in layout.buckets) > lengths.sum()
-    assert (layout.spread is not None, layout.collect is not None) == (padded, padded)
-    if layout.spread is not None:
-        assert (layout.spread.index[layout.collect.index] == torch.arange(lengths.sum())).all()
+    padded = sum(bucket.sequences * bucket.length for bucket in found.buckets) > lengths.sum()
+    assert (found.spread is not None, found.collect is not None) == (padded, padded)
+    if found.spread is not None:
+        assert (found.spread.index[found.collect.index] == torch.arange(lengths.sum())).all()
 
 
 @given(index=st.lists(st.integers(0, 9), min_size=1, max_size=60), width=st.integers(1, 9), seed=st.integers(0, 99))
@@ -58,7 +59,7 @@ def test_the_gradient_of_taken_rows_is_that_of_index_select(index, width, seed):
     source = torch.randn(10, 2, width, requires_grad=True)
     upstream = torch.randn(len(index), 2, width)
     index = np.array(index)
-    taken = attention.Taken.apply(source, attention.Rows.of(index, 10, torch.device("cpu")))
+    taken = layout.Taken.apply(source, layout.Rows.of(index, 10, torch.device("cpu")))
     plain = source.index_select(0, torch.from_numpy(index))
     assert torch.equal(taken, plain)
     mine, wanted = (torch.autograd.grad((x * upstream).sum(), source)[0] for x in (taken, plain))

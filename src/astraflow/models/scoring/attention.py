@@ -3,22 +3,23 @@
 Registered with transformers under the name `IMPLEMENTATION`. No mask function is registered under it, so transformers
 builds no mask; the layout of the pack reaches the attention function as the keyword `pack_layout` of the forward call.
 
-CPU: neighbours of equal (or nearly equal) length share one batched causal call. Padding on the right is harmless
-XX"""
+| device | a pack whose sequences share their starts | any other |
+|---|---|---|
+| CPU | the tree in parts (trees/attention.py) where that is worth it | buckets of nearly equal length |
+| CUDA | FlexAttention with the tree's mask (trees/flex.py) | a variable-length kernel in half precision, else buckets |
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
 import torch
-from torch.nn.functional import embedding_bag, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from astraflow.errors import ModelError
-from astraflow.models.scoring.offsets import offsets, ramps
+from astraflow.models.scoring.layout import Bucket, PackLayout, Taken, TreeLayout
 from astraflow.models.scoring.team import HeadExchange
+from astraflow.models.scoring.trees.attention import Kernel, TreeAttention
+from astraflow.models.scoring.trees.flex import TreeMask, tree_flex
 
 IMPLEMENTATION = "astraflow_packed"
 
@@ -46,7 +47,28 @@ def packed_attention(
     window = sliding_window if sliding_window and sliding_window < pack_layout.longest else None
     if exchange is not None:
         query, key, value = exchange.to_heads(query, key, value)
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if isinstance(pack_layout.tree, TreeMask):
+        output = tree_flex(query, key, value, pack_layout.tree.within(window), scaling)[0].transpose(0, 1)
+    else:
+        rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+        output = _rows_attention(*rows, pack_layout, scaling, window)
+    output = output[None]
+    return output if exchange is None else exchange.to_tokens(output), None
+
+
+def _rows_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pack_layout: PackLayout,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """[U, H, D] in and out."""
+    if isinstance(pack_layout.tree, TreeLayout):
+        query, key, value = _of_autocast(query, key, value)
+        tree: torch.Tensor = TreeAttention.apply(query, key, value, pack_layout.tree, Kernel(scaling, window))  # type: ignore[no-untyped-call]
+        return tree
     if pack_layout.spread is not None:
         query, key, value = (Taken.apply(x, pack_layout.spread) for x in (query, key, value))  # type: ignore[no-untyped-call]
     if pack_layout.buckets:
@@ -61,8 +83,14 @@ def packed_attention(
         output = _varlen(query, key, value, pack_layout, scaling, window)
     if pack_layout.collect is not None:
         output = Taken.apply(output, pack_layout.collect)  # type: ignore[no-untyped-call]
-    output = output[None]
-    return output if exchange is None else exchange.to_tokens(output), None
+    return output
+
+
+def _of_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In the dtype of the arithmetic, as torch's own attention makes them."""
+    device = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
+    return [x.to(dtype) for x in tensors]
 
 
 def _bucket_attention(

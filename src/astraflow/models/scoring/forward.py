@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from astraflow.errors import ModelError
 from astraflow.models.linear import ROWS, prefers_onednn, product, weight_gradient
-from astraflow.models.scoring.attention import IMPLEMENTATION, pack_layout
+from astraflow.models.scoring.attention import IMPLEMENTATION
+from astraflow.models.scoring.layout import pack_layout
 from astraflow.models.scoring.packing import Pack
 from astraflow.models.scoring.team import ALONE, Team
 
