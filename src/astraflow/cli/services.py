@@ -132,20 +132,50 @@ def node(
     dataflow: Url,
     name: Annotated[str, typer.Option(help="For people; need not be unique.")] = "",
     concurrency: Annotated[int, typer.Option(help="Episodes played at once.")] = 64,
-    workers: Annotated[int, typer.Option(help="Worker processes that run workflow code.")] = 1,
+    workers: Annotated[int, typer.Option(min=0, help="Worker processes that run workflow code; 0: clients only.")] = 1,
     threads: Threads = 0,
     delay_s: Annotated[float, typer.Option(help="Added to every call: a slow node.")] = 0.0,
+    swarm: Annotated[
+        str, typer.Option(help="HOST:PORT of a door for clients that play elsewhere; port 0: any free one.")
+    ] = "",
+    swarm_ready_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
     token_file: TokenFile = None,
     parent: Parent = 0,
 ) -> None:
-    """Join the pool of a run as a rollout node; it only opens outward connections."""
+    """Join the pool of a run as a rollout node; it only opens outward connections, unless --swarm opens a door."""
     _tie(parent)
-    from astraflow.rollout.node import run_node
+    from astraflow.errors import LaunchError
+    from astraflow.launch.rundir import write_ready
+    from astraflow.rollout.node import NodeOptions, run_node
 
-    run_node(
-        dataflow, name=name or socket.gethostname(), concurrency=concurrency, workers=workers, threads=threads,
-        delay_s=delay_s, token=read_token(token_file),
+    token = read_token(token_file)
+    if not workers and not swarm:
+        raise LaunchError("--workers", workers, "leaves nobody who plays", "give at least 1, or open a door by --swarm")
+
+    def on_door(url: str) -> None:
+        typer.echo(f"swarm clients join at {joining(url)}")
+        if swarm_ready_file is not None:
+            write_ready(swarm_ready_file, url)
+
+    options = NodeOptions(
+        dataflow_url=dataflow, token=token, name=name or socket.gethostname(), concurrency=concurrency,
+        workers=workers, threads=max(1, threads), delay_s=delay_s, door=_door(swarm, token) if swarm else None,
+        on_door=on_door,
     )  # fmt: skip
+    run_node(options)
+
+
+def _door(address: str, token: str | None) -> socket.socket:
+    """Raises: LaunchError: no address, used, or beyond loopback without a token."""
+    from astraflow.errors import LaunchError
+    from astraflow.wire.app import bind, check_bind
+
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]") or "127.0.0.1"
+    if not port.isdecimal() or int(port) > 65535:
+        raise LaunchError("--swarm", address, "must be HOST:PORT", "for example 127.0.0.1:7800, or 0.0.0.0:0")
+    check_bind(host, token, "rollout.swarm.host")
+    return bind(host, int(port), "rollout.swarm.port")
 
 
 def stage(

@@ -29,6 +29,7 @@ from astraflow.config.sections.policy import (
 
 __all__ = [
     "RunConfig", "RunSection", "SourceSection", "MixSection", "WorkflowSection", "NodeSection", "RolloutSection",
+    "SwarmSection",
     "EvaluationSection", "StageSection", "ConsumerSection", "DataflowSection", "WeightsSection", "ObserveSection",
     "PolicySection", "AlgorithmSection", "BatchSection", "CriticSection", "DistillSection", "EngineSection",
     "KlSection", "LoraSection", "OptimizerSection", "SamplingSection", "TrainerSection", "WarmStartSection",
@@ -83,12 +84,23 @@ class WorkflowSection(Component):
     max_attempts: int = Field(3, ge=1, description="attempts of one episode before it counts as failed")
 
 
+class SwarmSection(Strict):
+    """[rollout.swarm]: a door on each node that the launcher starts, for clients that play episodes elsewhere."""
+
+    host: str = Field("127.0.0.1", description="beyond loopback needs a token")
+    port: int = Field(0, ge=0, le=65535, description="of the first node; each further one takes the next; 0: any free")
+    dead_after_s: float = Field(
+        30.0, gt=0, description="silence of a client, no heartbeat and no call, after which an episode is given back"
+    )
+    max_episodes: int = Field(1024, ge=1, description="in the hands of the clients of one door at once")
+
+
 class NodeSection(Strict):
     """[[rollout.nodes]]: one rollout node that the launcher starts."""
 
     name: Name = "node"
     concurrency: int = Field(64, ge=1, description="episodes played at once")
-    workers: int = Field(1, ge=1, description="worker processes that run workflow code")
+    workers: int = Field(1, ge=0, description="worker processes that run workflow code; 0: swarm clients only")
     threads: int = Field(0, ge=0, description="intra-op threads of the engine; 0: automatic")
     delay_s: float = Field(0.0, ge=0, description="added to every call: makes a slow node for tests and demonstrations")
     start_after_s: float = Field(0.0, ge=0, description="join this long after the run starts")
@@ -103,6 +115,7 @@ class RolloutSection(Strict):
     """[rollout]: the nodes the launcher starts; more may join by hand at any time."""
 
     nodes: Annotated[list[NodeSection], BeforeValidator(_nodes)] = Field([NodeSection()])
+    swarm: Annotated[SwarmSection | None, BeforeValidator(or_none)] = None
 
 
 class EvaluationSection(Strict):

@@ -55,6 +55,10 @@ class DataflowClient:
         """Leave the pool; leases are given back."""
         self._http.json("DELETE", f"/nodes/{node_id}", None, m.Ok)
 
+    def give_back(self, node_id: str, leases: Sequence[tuple[str, int, bool]]) -> None:
+        """The node will not play these: (episode id, attempt, whether that counts towards workflow.max_attempts)."""
+        self._http.json("POST", f"/nodes/{node_id}/returns", m.Returned(list(leases)), m.Ok)
+
     def lease(self, node_id: str, n: int, *, wait_s: float = 0.0, request_id: str | None = None) -> m.LeaseReply:
         """Up to `n` episodes, waiting at most `wait_s` for the first. A repeated `request_id` gets the same ones."""
         request_id = request_id or uuid.uuid4().hex

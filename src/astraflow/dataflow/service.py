@@ -82,6 +82,7 @@ class _Endpoints:
             Route("/run", self.run),
             Route("/nodes", self.join, methods=["POST"]),
             Route("/nodes/{node_id}/heartbeat", self.heartbeat, methods=["POST"]),
+            Route("/nodes/{node_id}/returns", self.returns, methods=["POST"]),
             Route("/nodes/{node_id}", self.drain, methods=["DELETE"]),
             Route("/policies/{policy}/resume", self.resume, methods=["POST"]),
             Route("/policies/{policy}/heartbeat", self.trainer_heartbeat, methods=["POST"]),
@@ -120,6 +121,11 @@ class _Endpoints:
 
     async def drain(self, request: Request) -> Response:
         await self._shell.submit(c.DrainNode(path_id(request, "node_id")))
+        return json_reply(m.Ok())
+
+    async def returns(self, request: Request) -> Response:
+        body = await read_json(request, m.Returned)
+        await self._shell.submit(c.ReturnEpisodes(path_id(request, "node_id"), body.leases))
         return json_reply(m.Ok())
 
     async def lease(self, request: Request) -> Response:

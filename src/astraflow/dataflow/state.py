@@ -4,6 +4,7 @@
 |----------------|---------|--------------------------------------------------------------------------|
 | JoinNode       | node    | enters the pool                                                          |
 | LeaseEpisodes  | node    | offers lost episodes again, admits new groups through the staleness gate |
+| ReturnEpisodes | node    | gives some of its leases back                                            |
 | CommitEpisodes | node    | completes episodes and groups; operators decide what is queued           |
 | DrainNode      | node    | gives its leases back                                                    |
 | ResumePolicy   | trainer | starts at a version; later batches will be served again                  |
@@ -137,6 +138,8 @@ class Machine:
                 if command.node_id in self.state.nodes:
                     self.live.hear_node(command.node_id, now)
                 return reply
+            case c.ReturnEpisodes():
+                self.leases.returned(command)
             case c.JoinNode():
                 self.leases.join(command.join)
                 self.live.hear_node(command.join.node_id, now)

@@ -54,6 +54,18 @@ async def in_thread(function: Callable[[], R], name: str) -> R:
     return await future
 
 
+async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Until one of them returns; the others are cancelled. Raises what it raised."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 class Guarded:
     """Background tasks that must not die in silence: the first that fails ends all, by name."""
 

@@ -29,13 +29,14 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from astraflow.config.env import cache_dir
-from astraflow.config.schema import RunConfig
+from astraflow.config.schema import RunConfig, SwarmSection
 from astraflow.contracts import Engine
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import WireError
@@ -44,14 +45,15 @@ from astraflow.observe.process import settle_memory
 from astraflow.rollout.commit import Committer, Reach
 from astraflow.rollout.gateway.app import create_app
 from astraflow.rollout.gateway.core import Gateway
-from astraflow.rollout.loop import Guarded, in_thread, run_loop
+from astraflow.rollout.loop import Guarded, first_of, in_thread, run_loop
 from astraflow.rollout.policies import PolicyOptions, Weights, directory_of, start_policy
 from astraflow.rollout.pool import PoolLimits, WorkerPool
 from astraflow.rollout.runner import Runner, RunnerOptions
 from astraflow.rollout.served import ServedCheck
 from astraflow.rollout.stats import NodeStats
+from astraflow.rollout.swarm.part import Return, Swarm, SwarmOptions
 from astraflow.rollout.worker.channel import Hello
-from astraflow.types import WeightVersion
+from astraflow.types import EpisodeLease, WeightVersion
 from astraflow.weights.client import ANNOUNCED_WAIT_S, WeightClient
 from astraflow.wire.app import bind, serve
 from astraflow.wire.messages import Join, RunReply
@@ -63,6 +65,10 @@ POLL_S = 20.0  # longest wait of one request for leases
 _SWITCH_S = 0.0005  # the engine's thread and the loop share the interpreter; the default of 5 ms stalls calls
 
 
+def _say_door(url: str) -> None:
+    log.info("swarm clients join at %s", url)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
     """One node. Seconds."""
@@ -71,24 +77,20 @@ class NodeOptions:
     token: str | None = None
     name: str = "node"
     concurrency: int = 64  # episodes in play at once
-    workers: int = 1
+    workers: int = 1  # 0: only clients of its door play
     threads: int = 1  # intra-op threads of an engine
     delay_s: float = 0.0  # added to every call of a workflow
     give_up_s: float = GONE_S  # of silence of the dataflow service
     drain_s: float = 10.0  # to finish what is in play when told to leave; the rest is handed back
     cache: Path = field(default_factory=cache_dir)
     limits: PoolLimits = field(default_factory=PoolLimits)
+    door: socket.socket | None = None  # bound; clients of the swarm come here, see `rollout.swarm`
+    on_door: Callable[[str], None] = _say_door  # told the door's URL once it answers
 
 
-def run_node(
-    dataflow: str, *, name: str, concurrency: int, workers: int, threads: int, delay_s: float, token: str | None
-) -> None:
-    """A node as a process of its own, until the run is over or SIGTERM. `threads` 0: one."""
-    setup_logging(name, secrets=(token,))
-    options = NodeOptions(
-        dataflow_url=dataflow, token=token, name=name, concurrency=concurrency, workers=workers,
-        threads=max(1, threads), delay_s=delay_s,
-    )  # fmt: skip
+def run_node(options: NodeOptions) -> None:
+    """A node as a process of its own, until the run is over or SIGTERM."""
+    setup_logging(options.name, secrets=(options.token,))
     run_loop(serve_node(options, signals=(signal.SIGTERM, signal.SIGINT)))
 
 
@@ -126,15 +128,17 @@ class _Node:
         self._leaving = asyncio.Event()
         self._closing = contextlib.AsyncExitStack()
         self._join: Join | None = None
-        self._runner: Runner | None = None  # None: still being built
+        self._runners: list[Runner] = []  # empty: still being built
+        self._swarm: Swarm | None = None
         self._stats = NodeStats(self._committer)
+        self._finished = False  # the run is over
         self.over = asyncio.Event()
         self.tasks = Guarded(f"node {options.name}")
 
     def leave(self, why: str) -> None:
         """Finish or hand back what is in play, then go; asked a second time, or still being built: go at once."""
         log.info("%s: leaving the pool", why)
-        at_once = self._leaving.is_set() or self._runner is None
+        at_once = self._leaving.is_set() or not self._runners
         (self.over if at_once else self._leaving).set()
 
     async def live(self) -> None:
@@ -150,17 +154,19 @@ class _Node:
             self._weights[name] = Weights(name, self._weight_client, self._start_waiting, check)
         heartbeat_s = await self._enter(reply)
         self.tasks.spawn("heartbeat loop", self._heartbeats(heartbeat_s))
-        runner = self._runner = await self._build(config)
+        local = await self._build(config)
         self.tasks.spawn("commit loop", self._committer.run())
-        self.tasks.spawn("deadline loop", runner.keep_deadlines(self._options.limits.pulse_s))
-        leases = self.tasks.spawn("lease loop", self._leases(runner))
+        for runner in self._runners:
+            self.tasks.spawn("deadline loop", runner.keep_deadlines(self._options.limits.pulse_s))
+        leases = self.tasks.spawn("lease loop", self._leases(local, self._swarm))
         settle_memory()
-        log.info("playing up to %d episodes at once", self._options.concurrency)
+        log.info("playing up to %d episodes at once", self._capacity(config))
         await self._leaving.wait()
         leases.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.drain_s):
-                await runner.emptied()
+                for runner in self._runners:
+                    await runner.emptied()
                 await self._committer.settled()
 
     async def close(self) -> None:
@@ -175,8 +181,16 @@ class _Node:
         self._client.close()
         log.info("left: %s", self._stats.summary())
 
-    async def _build(self, config: RunConfig) -> Runner:
-        """Engines, gateway, workers. Raises: ModelError, AstraFlowError: one of them cannot be built."""
+    def _capacity(self, config: RunConfig) -> int:
+        """Episodes that the node may hold."""
+        local = self._options.concurrency if self._options.workers else 0
+        return local + (_swarm_section(config).max_episodes if self._options.door is not None else 0)
+
+    async def _build(self, config: RunConfig) -> Runner | None:
+        """Engines, gateway, workers, door; gives the runner of the workers.
+
+        Raises: ModelError, AstraFlowError: one of them cannot be built.
+        """
         options = self._options
         shared = PolicyOptions(options.cache, config.run.seed, self._id, options.concurrency, options.threads)
         endpoints = {}
@@ -185,24 +199,48 @@ class _Node:
             self._closing.callback(endpoints[name].engine.close)
         engines = {name: endpoint.engine for name, endpoint in endpoints.items()}
         gateway = Gateway(endpoints)
-        hello = Hello(
-            config.workflow.type, config.workflow.options, list(engines), await self._serve_http(gateway),
-            options.limits.pulse_s,
-        )  # fmt: skip
-        pool = WorkerPool(options.workers, hello, self._start_waiting, options.limits)
-        self._closing.push_async_callback(pool.close)
-        await pool.start()
-        most = config.dataflow.max_episode_tokens
-        runner_options = RunnerOptions(self._id, options.concurrency, options.delay_s, most)
-        runner = Runner(
-            runner_options, gateway, engines, pool, self._committer.add, lambda name: self._weights[name].announced
-        )
-        self._stats.watch(engines, gateway, runner, pool, self._weights)
-        self.tasks.spawn("worker pool", pool.watch())
         for name, engine in engines.items():
             self.tasks.spawn(f"engine of {name}", _raise_when_ended(engine))
             self.tasks.spawn(f"weight loop of {name}", self._weights[name].follow(engine))
-        return runner
+        pool = await self._start_workers(config, gateway, list(engines)) if options.workers else None
+        most = config.dataflow.max_episode_tokens
+        local = None
+        if pool is not None:
+            plays = RunnerOptions(self._id, options.concurrency, options.delay_s, most)
+            local = Runner(plays, gateway, engines, pool, self._committer.add, self._announced)
+        self._runners = [] if local is None else [local]
+        if options.door is not None:
+            self._swarm = self._open_door(config, options.door, gateway, engines)
+            self._runners.append(self._swarm.runner)
+        self._stats.watch(engines, gateway, self._runners, pool, self._weights, self._swarm)
+        return local
+
+    async def _start_workers(self, config: RunConfig, gateway: Gateway, policies: list[str]) -> WorkerPool:
+        options, workflow = self._options, config.workflow
+        url = await self._serve_http(gateway)
+        hello = Hello(workflow.type, workflow.options, policies, url, options.limits.pulse_s)
+        pool = WorkerPool(options.workers, hello, self._start_waiting, options.limits)
+        self._closing.push_async_callback(pool.close)
+        await pool.start()
+        self.tasks.spawn("worker pool", pool.watch())
+        return pool
+
+    def _open_door(
+        self, config: RunConfig, door: socket.socket, gateway: Gateway, engines: Mapping[str, Engine]
+    ) -> Swarm:
+        section = _swarm_section(config)
+        options = SwarmOptions(
+            node_id=self._id, dead_after_s=section.dead_after_s, max_episodes=section.max_episodes,
+            max_episode_tokens=config.dataflow.max_episode_tokens, token=self._options.token,
+        )  # fmt: skip
+        swarm = Swarm(options, gateway, engines, self._committer.add, self._announced)
+        self.tasks.spawn("swarm door", swarm.serve(door, self._options.on_door))
+        self.tasks.spawn("swarm pool", swarm.watch())
+        self.tasks.spawn("swarm returns", swarm.send_back(self._give_back))
+        return swarm
+
+    def _announced(self, policy: str) -> int:
+        return self._weights[policy].announced
 
     def _model_directory(self, config: RunConfig, policy: str) -> Path:
         return directory_of(config.policies[policy].model, self._options.cache, config.run.seed)
@@ -222,16 +260,22 @@ class _Node:
         return f"{await url}/v1"
 
     def _start_waiting(self) -> None:
-        if self._runner is not None:
-            self._runner.start_waiting()
+        for runner in self._runners:
+            runner.start_waiting()
 
     def _hear(self, versions: Mapping[str, WeightVersion], finished: bool) -> None:
         for name, version in versions.items():
             if name in self._weights:
                 self._weights[name].announce(version)
-        if finished:
+        if finished and not self._finished:
             log.info("the run is over")
-            self.over.set()
+            self._finished = True
+            self.tasks.spawn("goodbye", self._say_over())
+
+    async def _say_over(self) -> None:
+        if self._swarm is not None:
+            await self._swarm.tell_over()
+        self.over.set()
 
     async def _enter(self, reply: RunReply) -> float:
         self._join = Join(
@@ -244,8 +288,8 @@ class _Node:
         """Enter the pool; what is in play belongs to others by now. Gives the heartbeat's period."""
         join = self._join
         assert join is not None
-        if self._runner is not None:
-            self._runner.cancel_all()
+        for runner in self._runners:
+            runner.cancel_all()
         reply = await self._reach.ask("join", lambda: self._client.join(join))
         self._hear(reply.versions, False)
         return reply.heartbeat_s
@@ -253,7 +297,7 @@ class _Node:
     async def _heartbeats(self, period_s: float) -> None:
         while True:
             stats, versions = self._stats.read(), self._stats.versions()
-            playing = self._runner.playing() if self._runner is not None else []
+            playing = [attempt for runner in self._runners for attempt in runner.playing()]
             try:
                 reply = await self._reach.ask(
                     "heartbeat",
@@ -263,14 +307,14 @@ class _Node:
                 await self._refused(error)
             else:
                 self._hear(reply.versions, reply.finished)
-                if self._runner is not None:
-                    self._runner.cancel(reply.cancelled)
+                for runner in self._runners:
+                    runner.cancel(reply.cancelled)
                 await asyncio.sleep(period_s)
 
-    async def _leases(self, runner: Runner) -> None:
-        capacity = self._options.concurrency
-        while True:
-            count = await runner.room(max(1, capacity // 8))
+    async def _leases(self, local: Runner | None, swarm: Swarm | None) -> None:
+        """As many as there are free places and clients that ask."""
+        while not self._finished:
+            count = await self._room(local, swarm)
             await self._committer.settled()  # what has ended and is not committed counts as held
             request_id = uuid.uuid4().hex  # a request whose answer is lost is asked again, and gets the same leases
             try:
@@ -282,7 +326,33 @@ class _Node:
                 await self._refused(error)
             else:
                 self._hear(reply.versions, reply.finished)
-                runner.accept(reply.leases)
+                self._accept(reply.leases, local, swarm)
+
+    async def _room(self, local: Runner | None, swarm: Swarm | None) -> int:
+        waits: list[Coroutine[Any, Any, object]] = []
+        if local is not None:
+            waits.append(local.room(max(1, self._options.concurrency // 8)))
+        if swarm is not None:
+            waits.append(swarm.asked())
+        await first_of(*waits)
+        return (local.free if local is not None else 0) + (swarm.wanted if swarm is not None else 0)
+
+    def _accept(self, leases: Sequence[EpisodeLease], local: Runner | None, swarm: Swarm | None) -> None:
+        """Clients that wait come first; what then has no place waits for clients."""
+        for runner in self._runners:
+            runner.cancel((lease.episode_id, lease.attempt - 1) for lease in leases)
+        asked = swarm.wanted if swarm is not None else 0
+        free = local.free if local is not None else 0
+        if local is not None:
+            local.accept(leases[asked : asked + free] if swarm is not None else leases)
+        if swarm is not None:
+            swarm.runner.accept([*leases[:asked], *leases[asked + free :]])
+
+    async def _give_back(self, leases: Sequence[Return]) -> None:
+        try:
+            await self._reach.ask("return", lambda: self._client.give_back(self._id, leases))
+        except WireError as error:
+            await self._refused(error)  # the service knows nothing of them any more: they are free already
 
     async def _refused(self, error: WireError) -> None:
         """404: the service gave us up (or forgot us), enter again. 410: the run is over. Else: an error of ours."""
@@ -293,6 +363,10 @@ class _Node:
             self._hear({}, True)
         else:
             raise error
+
+
+def _swarm_section(config: RunConfig) -> SwarmSection:
+    return config.rollout.swarm or SwarmSection()
 
 
 async def _raise_when_ended(engine: Engine) -> None:

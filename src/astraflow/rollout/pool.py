@@ -22,7 +22,7 @@ from astraflow.config.env import child_environment
 from astraflow.errors import AstraFlowError, ConfigError
 from astraflow.rollout.loop import in_thread
 from astraflow.rollout.worker.channel import Ask, Cancel, Channel, Done, Drop, Hello, Message, Pulse, Ready, Start
-from astraflow.types import Outcome, Task
+from astraflow.types import EpisodeLease, Outcome
 
 log = logging.getLogger("astraflow.node")
 
@@ -43,7 +43,7 @@ class Player(Protocol):
     """One episode as the pool sees it."""
 
     key: str
-    task: Task
+    lease: EpisodeLease
     timeout_s: float
 
     def asked(self, ask: Ask, channel: Channel) -> None:
@@ -52,8 +52,24 @@ class Player(Protocol):
     def dropped(self, call: int) -> None:
         """The workflow no longer waits for this call."""
 
-    def ended(self, outcome: Outcome | None, error: str | None) -> None:
-        """Called exactly once."""
+    def ended(self, outcome: Outcome | None, error: str | None, code: str = "") -> str | None:
+        """It is over; `code`: version of the code that played it. Gives the error that it is kept with."""
+
+    def given_back(self, *, lost: bool) -> None:
+        """Nothing of it is kept, its lease goes back; `lost`: that counts towards workflow.max_attempts."""
+
+
+class Pool(Protocol):
+    """Who plays. Of each player that it took, exactly one of `ended` and `given_back` is called, once."""
+
+    def takes(self, player: Player) -> bool:
+        """It can take this player now."""
+
+    def place(self, player: Player) -> int:
+        """Play it; returns its slot. Only right after `takes`. Raises: WireError: its task cannot be sent."""
+
+    def stop(self, slot: int) -> None:
+        """It is not wanted any more; its end follows."""
 
 
 @dataclass(eq=False)
@@ -124,6 +140,10 @@ class WorkerPool:
         """Workers that can take an episode now."""
         return sum(w.ready and not w.retiring for w in self._workers)
 
+    def takes(self, player: Player) -> bool:
+        """Some worker is ready."""
+        return self.num_ready > 0
+
     def place(self, player: Player) -> int:
         """Start an episode on the worker with the fewest; returns its slot. Only while `num_ready` > 0.
 
@@ -133,7 +153,7 @@ class WorkerPool:
         worker = min(able, key=lambda w: len(w.episodes)) if len(able) > 1 else able[0]
         self._next_slot += 1
         slot = self._next_slot
-        worker.channel.send(Start(slot, player.key, player.task, player.timeout_s))
+        worker.channel.send(Start(slot, player.key, player.lease.task, player.timeout_s))
         worker.episodes[slot] = (player, time.monotonic() + player.timeout_s)
         self._homes[slot] = worker
         return slot

@@ -25,7 +25,7 @@ from astraflow.rollout.context.trie import trajectories
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.gateway.dialect import failure
 from astraflow.rollout.gateway.episode import EpisodeCapture
-from astraflow.rollout.pool import WorkerPool
+from astraflow.rollout.pool import Player, Pool
 from astraflow.rollout.worker.channel import Answer, Ask, Channel
 from astraflow.types import Episode, EpisodeLease, Outcome, Trajectory, error_kind
 
@@ -43,17 +43,23 @@ class RunnerOptions:
     delay_s: float = 0.0  # added to every call of a workflow
     max_tokens: int | None = None  # of an episode that is handed in; None: any number
     patience_s: float = 0.5  # an episode waits so long for the newest weights: what starts fresh is rarely dropped
+    park_s: float | None = None  # an episode that nobody takes goes back after so long; None: it waits to its deadline
+
+
+def _keep(lease: EpisodeLease, lost: bool) -> None:
+    """Nobody else plays."""
 
 
 class _Play:
     """One lease in play. The pool sees it as a `Player`."""
 
-    __slots__ = ("_runner", "calls", "deadline", "key", "lease", "received", "slot", "task", "timeout_s", "wanted")
+    __slots__ = ("_runner", "able", "calls", "deadline", "key", "lease", "received", "slot", "timeout_s", "wanted")
 
     def __init__(self, runner: Runner, lease: EpisodeLease, now: float) -> None:
         self._runner = runner
-        self.lease, self.task = lease, lease.task
+        self.lease = lease
         self.received = now  # monotonic
+        self.able = 0.0  # monotonic, since when it only waits for somebody who plays it; 0: it waits for weights
         self.timeout_s = lease.timeout_s - min(_MARGIN_S, 0.1 * lease.timeout_s)
         self.deadline = now + self.timeout_s
         self.key = ""  # of the gateway; empty while waiting
@@ -68,8 +74,11 @@ class _Play:
         if (task := self.calls.get(call)) is not None:
             task.cancel()
 
-    def ended(self, outcome: Outcome | None, error: str | None) -> None:
-        self._runner.end(self, outcome, error)
+    def ended(self, outcome: Outcome | None, error: str | None, code: str = "") -> str | None:
+        return self._runner.end(self, outcome, error, code)
+
+    def given_back(self, *, lost: bool) -> None:
+        self._runner.give_back(self, lost=lost)
 
 
 class Runner:
@@ -80,14 +89,16 @@ class Runner:
         options: RunnerOptions,
         gateway: Gateway,
         engines: Mapping[str, Engine],
-        pool: WorkerPool,
+        pool: Pool,
         on_episode: Callable[[Episode], None],
         newest: Callable[[str], int] = lambda policy: -1,
+        on_given_back: Callable[[EpisodeLease, bool], None] = _keep,
     ) -> None:
-        """`newest(policy)`: the newest version that was announced to this node."""
+        """`newest(policy)`: the newest version that was announced to this node. `on_given_back(lease, lost)`: it must
+        be offered to others."""
         self.loop = asyncio.get_running_loop()
         self._options, self._gateway, self._engines, self._pool = options, gateway, engines, pool
-        self._on_episode, self._newest = on_episode, newest
+        self._on_episode, self._newest, self._on_given_back = on_episode, newest, on_given_back
         self._plays: dict[str, _Play] = {}  # by episode_id
         self._waiting: dict[str, _Play] = {}  # the part of them that has not started
         self._freed = asyncio.Event()
@@ -109,16 +120,21 @@ class Runner:
 
     def start_waiting(self) -> None:
         """Start what can start: call it when weights came into force or a worker is ready, and now and then."""
-        if not self._waiting or not self._pool.num_ready:
+        if not self._waiting:
             return
         versions = {policy: engine.version for policy, engine in self._engines.items()}
         fresh = all(version >= self._newest(policy) for policy, version in versions.items())
-        patient_since = time.monotonic() - self._options.patience_s
+        now, park_s = time.monotonic(), self._options.park_s
+        patient_since = now - self._options.patience_s
         for play in list(self._waiting.values()):
             if (fresh or play.received <= patient_since) and all(
                 versions.get(p, -1) >= v for p, v in play.lease.min_versions.items()
             ):
-                self._start(play)
+                play.able = play.able or now
+                if self._pool.takes(play):
+                    self._start(play)
+                elif park_s is not None and now - play.able > park_s:
+                    self.give_back(play, lost=False)
 
     async def keep_deadlines(self, period_s: float) -> None:
         """Forever: every `period_s` start what can start and give up on what waited too long."""
@@ -161,6 +177,16 @@ class Runner:
     def num_waiting(self) -> int:
         """Episodes that wait for weights or for a worker."""
         return len(self._waiting)
+
+    @property
+    def waiting(self) -> list[Player]:
+        """Those episodes."""
+        return list(self._waiting.values())
+
+    def parked(self, for_s: float) -> Counter[str]:
+        """Source -> episodes that could have started so long ago, and that nobody takes."""
+        since = time.monotonic() - for_s
+        return Counter(p.lease.task.source for p in self._waiting.values() if 0.0 < p.able <= since)
 
     @property
     def free(self) -> int:
@@ -212,8 +238,15 @@ class Runner:
             play.calls.pop(ask.call, None)
         channel.send(Answer(ask.call, status, body))
 
-    def end(self, play: _Play, outcome: Outcome | None, error: str | None) -> None:
-        """The episode is over: called once per play."""
+    def give_back(self, play: _Play, *, lost: bool) -> None:
+        """Nothing of it is kept, its lease must be offered to others."""
+        wanted, play.wanted = play.wanted, False
+        self.end(play, None, None)
+        if wanted:  # else the lease is not ours any more
+            self._on_given_back(play.lease, lost)
+
+    def end(self, play: _Play, outcome: Outcome | None, error: str | None, code: str = "") -> str | None:
+        """The episode is over: called once per play. Gives the error that it is kept with."""
         lease = play.lease
         if self._plays.get(lease.episode_id) is play:
             del self._plays[lease.episode_id]
@@ -223,15 +256,16 @@ class Runner:
         engine_lost = error is not None and any(e.ended.done() for e in self._engines.values())
         if not play.wanted or engine_lost:  # of no fault of its own: the lease goes back and is offered again
             self.endings["cancelled"] += 1
-            return
+            return "cancelled: the episode is not wanted any more"
         wall_s = time.monotonic() - play.received
         episode = build_episode(capture, self._options.node_id, outcome, error, wall_s)
-        episode = fitting(episode, self._options.max_tokens)
+        episode = replace(fitting(episode, self._options.max_tokens), code=code)
         kind = "done" if episode.error is None else error_kind(episode.error)
         if episode.error is not None and kind not in self.endings:
             log.warning("%s failed: %s (others of this kind are counted only)", lease.episode_id, episode.error)
         self.endings[kind] += 1
         self._on_episode(episode)
+        return episode.error
 
 
 def build_episode(

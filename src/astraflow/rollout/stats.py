@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from astraflow.contracts import Engine
 from astraflow.rollout.commit import Committer
@@ -11,6 +12,7 @@ from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.policies import Weights
 from astraflow.rollout.pool import WorkerPool
 from astraflow.rollout.runner import Runner
+from astraflow.rollout.swarm.part import Swarm
 
 
 class NodeStats:
@@ -21,13 +23,14 @@ class NodeStats:
     episodes_waiting, commit_backlog: gauges. episodes_done, episodes_failed/<kind>, calls, loop_cpu_s (CPU of the event
     loop's thread: gateway, runner and channels, all calls together), workers_restarted, weight_failures, unreachable,
     commits/<result>, gateway/<counter>. With `weights.check`, weights_checked: versions compared with what the engine
-    computes with; weights_wrong: those with which it does not.
+    computes with; weights_wrong: those with which it does not. With a door, swarm/... (`Swarm.stats`).
     """
 
     def __init__(self, committer: Committer) -> None:
         self._committer = committer
         self._engines: Mapping[str, Engine] = {}
-        self._parts: tuple[Gateway, Runner, WorkerPool, Mapping[str, Weights]] | None = None
+        self._parts: tuple[Gateway, Sequence[Runner], WorkerPool | None, Mapping[str, Weights]] | None = None
+        self._swarm: Swarm | None = None
         self._cpu_at_start = time.thread_time()
         self._since = time.monotonic()
 
@@ -35,12 +38,13 @@ class NodeStats:
         self,
         engines: Mapping[str, Engine],
         gateway: Gateway,
-        runner: Runner,
-        pool: WorkerPool,
+        runners: Sequence[Runner],
+        pool: WorkerPool | None,
         weights: Mapping[str, Weights],
+        swarm: Swarm | None = None,
     ) -> None:
         """The parts are there now. Call it and `read` on the loop's thread."""
-        self._engines, self._parts = engines, (gateway, runner, pool, weights)
+        self._engines, self._parts, self._swarm = engines, (gateway, runners, pool, weights), swarm
         self._cpu_at_start = time.thread_time()
 
     def versions(self) -> dict[str, int]:
@@ -51,7 +55,7 @@ class NodeStats:
         """The values now; empty while the node is being built."""
         if self._parts is None:
             return {}
-        gateway, runner, pool, weights = self._parts
+        gateway, runners, pool, weights = self._parts
         stats: dict[str, float] = {}
         for engine in self._engines.values():
             for name, value in engine.stats().items():
@@ -61,22 +65,22 @@ class NodeStats:
             for name, count in check.counts.items():
                 stats[name] = stats.get(name, 0.0) + count
         stats.update(gateway.stats())
-        for kind, count in runner.endings.items():
+        for kind, count in sum((runner.endings for runner in runners), Counter[str]()).items():
             name = f"episodes_{kind}" if kind in ("done", "cancelled") else f"episodes_failed/{kind}"
             stats[name] = float(count)
         stats.update({f"commits/{result}": float(n) for result, n in self._committer.results.items()})
         stats.update(
             uptime_s=time.monotonic() - self._since,
-            episodes_in_play=float(runner.num_in_play),
-            episodes_waiting=float(runner.num_waiting),
+            episodes_in_play=float(sum(runner.num_in_play for runner in runners)),
+            episodes_waiting=float(sum(runner.num_waiting for runner in runners)),
             commit_backlog=float(self._committer.backlog),
-            calls=float(runner.num_calls),
+            calls=float(sum(runner.num_calls for runner in runners)),
             loop_cpu_s=time.thread_time() - self._cpu_at_start,
-            workers_restarted=float(pool.num_restarts),
+            workers_restarted=float(pool.num_restarts if pool is not None else 0),
             weight_failures=float(sum(w.num_failures for w in weights.values())),
             unreachable=float(self._committer.reach.num_failures),
         )
-        return stats
+        return stats | (self._swarm.stats() if self._swarm is not None else {})
 
     def summary(self) -> str:
         """One line for the log."""

@@ -74,11 +74,13 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     inbox: Inbox | None = None,
     on_refused: Callable[[Exception], None] = _ignore,
+    bare: bool = False,
 ) -> Starlette:
     """A Starlette app with the rules of the house around `routes`. /health needs no token and says nothing else.
 
     Args: max_body_bytes: larger bodies are refused unread. inbox: takes bodies from clients on the same host.
-    on_refused: called with each error that a request is answered with.
+    on_refused: called with each error that a request is answered with. bare: requests need no protocol header; what
+    changes something must then insist on JSON (`read_json`), which keeps web pages of other origins out as well.
     """
     app = Starlette(
         routes=[Route("/health", _health), *routes],
@@ -86,7 +88,7 @@ def create_app(
         exception_handlers={AstraFlowError: _on_error},
     )
     app.state.limit, app.state.inbox, app.state.on_refused = max_body_bytes, inbox, on_refused
-    app.add_middleware(_Gatekeeper, token=token, limit=max_body_bytes, inbox=inbox, on_refused=on_refused)
+    app.add_middleware(_Gatekeeper, token=token, limit=max_body_bytes, inbox=inbox, on_refused=on_refused, bare=bare)
     return app
 
 
@@ -94,9 +96,10 @@ class _Gatekeeper:
     """Token, protocol version and size, before anything is read."""
 
     def __init__(
-        self, app: ASGIApp, token: str | None, limit: int, inbox: Inbox | None, on_refused: Callable[[Exception], None]
-    ) -> None:
-        self.app, self._limit, self._on_refused = app, limit, on_refused
+        self, app: ASGIApp, token: str | None, limit: int, inbox: Inbox | None, on_refused: Callable[[Exception], None],
+        bare: bool,
+    ) -> None:  # fmt: skip
+        self.app, self._limit, self._on_refused, self._bare = app, limit, on_refused, bare
         self._expected = f"Bearer {token}".encode() if token else None
         self._host = host_identity().encode() if inbox is not None else b""
         self._place = (INBOX_HEADER.encode(), inbox.place.encode()) if inbox is not None else (b"", b"")
@@ -106,14 +109,14 @@ class _Gatekeeper:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if (refusal := self._refusal(headers, reads=scope["method"] in _READS)) is not None:
+        if (refusal := self._refusal(headers, bare=self._bare or scope["method"] in _READS)) is not None:
             await refusal(scope, receive, send)
         elif self._host and headers.get(_HOST) == self._host:
             await self.app(scope, receive, self._signed(send))
         else:
             await self.app(scope, receive, send)
 
-    def _refusal(self, headers: Mapping[bytes, bytes], *, reads: bool) -> Response | None:
+    def _refusal(self, headers: Mapping[bytes, bytes], *, bare: bool) -> Response | None:
         if self._expected and not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
             failure = Failure(
                 "token=*** is missing or wrong; set ASTRAFLOW_TOKEN to the token of this run", "Unauthorized"
@@ -121,7 +124,7 @@ class _Gatekeeper:
             self._on_refused(HttpError(401, failure.error, failure.kind))
             return json_reply(failure, 401)
         theirs = headers.get(_PROTOCOL, b"none")
-        if theirs != str(PROTOCOL).encode() and not (reads and _PROTOCOL not in headers):
+        if theirs != str(PROTOCOL).encode() and not (bare and _PROTOCOL not in headers):
             failure = Failure(
                 f"{PROTOCOL_HEADER}={theirs.decode('latin-1')} must be {PROTOCOL}; "
                 "send that header, or install the same AstraFlow version on both sides",

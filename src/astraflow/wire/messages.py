@@ -9,6 +9,7 @@ are never compared.
 | GET  /run                          | any     | -> RunReply                              | -                       |
 | POST /nodes                        | node    | Join -> JoinReply                        | -                       |
 | POST /nodes/{id}/heartbeat         | node    | Heartbeat -> HeartbeatReply              | -                       |
+| POST /nodes/{id}/returns           | node    | Returned -> Ok                           | -                       |
 | DELETE /nodes/{id}                 | node    | -> Ok (drain: leases are given back)     | -                       |
 | POST /leases                       | node    | LeaseRequest -> LeaseReply               | an admissible episode   |
 | POST /episodes                     | node    | Arrow(EpisodesHeader) -> EpisodesReply   | -                       |
@@ -137,6 +138,12 @@ class LeaseReply(msgspec.Struct):
     leases: list[EpisodeLease]
     versions: dict[str, WeightVersion]
     finished: bool = False
+
+
+class Returned(msgspec.Struct):
+    """I will not play these: offer them again. Leases that are not mine (any more) are ignored."""
+
+    leases: list[tuple[Id, int, bool]]  # (episode id, attempt, whether that counts towards workflow.max_attempts)
 
 
 class EpisodeHeader(msgspec.Struct, kw_only=True):

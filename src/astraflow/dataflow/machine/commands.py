@@ -35,6 +35,13 @@ class LeaseEpisodes(msgspec.Struct, frozen=True, tag=True):
     n: int
 
 
+class ReturnEpisodes(msgspec.Struct, frozen=True, tag=True):
+    """A node gives leases back, and stays: (episode id, attempt, whether that counts as lost)."""
+
+    node_id: str
+    leases: list[tuple[str, int, bool]]
+
+
 class CommitEpisodes(msgspec.Struct, frozen=True, tag=True):
     """A node hands in episodes whose rows lie at `put` (None: no rows)."""
 
@@ -153,8 +160,8 @@ class VoidCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = (
-    JoinNode | DrainNode | LeaseEpisodes | CommitEpisodes | ResumePolicy | TakeBatch | AckBatch | CoverBatches
-    | LeaseRows | AddColumns | LeaveStage | AckRows | Expire | DropDamaged | Reopen | FailRun | VoidCommand
+    JoinNode | DrainNode | LeaseEpisodes | ReturnEpisodes | CommitEpisodes | ResumePolicy | TakeBatch | AckBatch
+    | CoverBatches | LeaseRows | AddColumns | LeaveStage | AckRows | Expire | DropDamaged | Reopen | FailRun | VoidCommand
 )  # fmt: skip
 
 

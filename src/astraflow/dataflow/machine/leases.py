@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine.admission.gate import Admission
-from astraflow.dataflow.machine.commands import Cancel, CommitEpisodes, Event, Refusal, Wake
+from astraflow.dataflow.machine.commands import Cancel, CommitEpisodes, Event, Refusal, ReturnEpisodes, Wake
 from astraflow.dataflow.machine.evaluation import Evaluation, version_of
 from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.records import EpisodeCommit, NodeState, OpenGroup, split_id
@@ -248,6 +248,13 @@ class Leases:
             if not group.num_open:
                 self._close(group)
         self._context.out.append(Wake("leases"))
+
+    def returned(self, command: ReturnEpisodes) -> None:
+        """Its node will not play these: they are offered again. What it does not hold (any more) is ignored."""
+        held = self.node(command.node_id).held
+        for episode_id, attempt, lost in command.leases:
+            if held.get(episode_id) == attempt:
+                self.give_back([(episode_id, attempt)], lost=lost)
 
     def abandon_training(self) -> None:
         """Every policy has made its steps: what is still played for training is dropped."""

@@ -43,7 +43,8 @@ def moments_of(command: c.Command, applied: Applied, machine: Machine) -> Iterat
             yield from _committed(command, applied.reply)
         case c.AddColumns():
             yield from _columns(command, applied.reply)
-    why = "given back" if isinstance(command, c.DrainNode) else "silent" if isinstance(command, c.Expire) else "over"
+    left = isinstance(command, c.DrainNode | c.ReturnEpisodes)
+    why = "given back" if left else "silent" if isinstance(command, c.Expire) else "over"
     for instruction in applied.instructions:
         match instruction:
             case c.Happened(what="judged"):

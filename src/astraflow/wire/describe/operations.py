@@ -27,6 +27,10 @@ OPERATIONS = (
         reply=m.HeartbeatReply, about="I live: extends all leases of the node", refusals=(*_BODY, 404),
     ),
     Operation(
+        method="POST", path="/nodes/{node_id}/returns", name="returns", sender="node", body=m.Returned, reply=m.Ok,
+        about="Give some leases back, and stay: they are offered again", refusals=(*_BODY, 404, 507),
+    ),
+    Operation(
         method="DELETE", path="/nodes/{node_id}", name="drain", sender="node", reply=m.Ok,
         about="Leave the pool: leases are given back", refusals=(422, 507),
     ),

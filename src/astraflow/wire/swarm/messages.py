@@ -29,7 +29,7 @@ from astraflow.wire.messages import Id, Label, Number
 MAX_COUNT = 1024  # of one lease request
 MAX_WAIT_S = 300.0
 Attempt = Annotated[int, msgspec.Meta(ge=1)]
-CodeVersion = Annotated[str, msgspec.Meta(max_length=64)]
+Code = Annotated[str, msgspec.Meta(max_length=64)]
 Ending = Literal["done", "failed", "aborted", "given_back", "cancelled", "timeout"]
 
 
@@ -39,11 +39,13 @@ class PlaysRequest(msgspec.Struct, kw_only=True):
     client: Id  # unique per process start
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] = 1
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 0.0
-    request_id: Annotated[str, msgspec.Meta(max_length=256)] = ""  # a repeated one gets what is held of the same; "": none
+    request_id: Annotated[str, msgspec.Meta(max_length=256)] = (
+        ""  # a repeated one gets what is held of the same; "": none
+    )
     sources: Annotated[list[Id], msgspec.Meta(max_length=256)] = []  # that the client can play; empty: all
     name: Label = ""  # for people
     version: Label = ""  # of the client's software, for people
-    code_version: CodeVersion = ""  # of the workflow that will play them
+    code: Code = ""  # of the workflow that will play them
 
 
 class PlayLease(msgspec.Struct, kw_only=True):
@@ -74,7 +76,7 @@ class Playing(msgspec.Struct, kw_only=True):
     playing: list[tuple[Id, Attempt]] = []  # (episode id, attempt)
     name: Label = ""
     version: Label = ""
-    code_version: CodeVersion = ""
+    code: Code = ""
 
 
 class PlayingReply(msgspec.Struct):
@@ -89,11 +91,13 @@ class Finish(msgspec.Struct, kw_only=True):
 
     client: Id
     attempt: Attempt
-    reward: Number | None | msgspec.UnsetType = msgspec.UNSET  # for all policies; null: unscored, in no baseline
+    reward: Number | msgspec.UnsetType | None = msgspec.UNSET  # for all policies; null: unscored, in no baseline
     rewards: dict[str, Number | None] | msgspec.UnsetType = msgspec.UNSET  # one for each policy that is named
-    rewards_per_call: dict[str, list[Number]] | list[Number] | msgspec.UnsetType = msgspec.UNSET  # by policy; a list: of the only one
+    rewards_per_call: dict[str, list[Number]] | list[Number] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # by policy; a list: of the only one
     metrics: dict[str, Number] = {}  # "success" is shown in reports
-    code_version: CodeVersion = ""  # of the workflow that played it
+    code: Code = ""  # of the workflow that played it
 
 
 class Fail(msgspec.Struct, kw_only=True):
@@ -102,7 +106,7 @@ class Fail(msgspec.Struct, kw_only=True):
     client: Id
     attempt: Attempt
     error: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]  # "<kind>: <message>" is counted by its kind
-    code_version: CodeVersion = ""
+    code: Code = ""
 
 
 class Abort(msgspec.Struct, kw_only=True):
@@ -125,7 +129,7 @@ class ClientStatus(msgspec.Struct, kw_only=True):
     client: str
     name: str
     version: str
-    code_version: str
+    code: str
     silent_s: float  # since its last request
     playing: int
     endings: dict[str, int]  # ending -> episodes
@@ -139,4 +143,4 @@ class SwarmStatus(msgspec.Struct, kw_only=True):
     waiting: dict[str, int]  # source -> leased episodes that no client has asked for yet
     asked: int  # episodes that clients wait for
     endings: dict[str, int]
-    code_versions: dict[str, int]  # code version -> finished or failed episodes
+    codes: dict[str, int]  # code version -> finished or failed episodes
