@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from astraflow.contracts import TokenSink
 from astraflow.environments.calculator import TOOLS
 from astraflow.errors import EngineError
 from astraflow.models.chat import ChatTokenizer
@@ -60,7 +61,13 @@ class InstantEngine:
         self._call, self._final = (self._generation([*chat.encode(text), eos]) for text in ("[3*4]", "12."))
         self._question = chat.encode("?")[0]
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int] | np.ndarray, sampling: Sampling) -> Future[Generation]:
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: Sampling,
+        on_tokens: TokenSink | None = None,
+    ) -> Future[Generation]:
         """A future that is done."""
         future: Future[Generation] = Future()
         future.set_result(self._call if prompt_ids[-1] == self._question else self._final)

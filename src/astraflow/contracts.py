@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -132,11 +132,25 @@ class Stage(Protocol):
         """Release what it holds."""
 
 
+TokenSink = Callable[[Sequence[int], Sequence[float], Sequence[int]], None]
+"""(ids, logprobs, versions) of the tokens that a request sampled since the call before; all of equal length > 0."""
+
+
 class Engine(Protocol):
     """Turns prompt ids into sampled ids. Thread-safe. Weights change between two decode steps, tokens are kept."""
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int] | np.ndarray, sampling: Sampling) -> Future[Generation]:
-        """Queue one generation. The future fails with EngineError; a cancelled request ends as "cancelled"."""
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: Sampling,
+        on_tokens: TokenSink | None = None,
+    ) -> Future[Generation]:
+        """Queue one generation. The future fails with EngineError; a cancelled request ends as "cancelled".
+
+        `on_tokens` gets the tokens as they are sampled, in any thread, in order and before the future's result, of
+        which they are a prefix. It returns at once, does not raise, and asks nothing of the engine.
+        """
 
     def cancel(self, request_id: str) -> None:
         """Stop a request: its future ends with what was sampled so far, finish_reason "cancelled"."""

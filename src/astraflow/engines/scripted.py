@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from astraflow.config.rooms import resolve
+from astraflow.contracts import TokenSink
 from astraflow.engines.requests import check_sampling, checked_prompt
 from astraflow.errors import EngineError
 from astraflow.types import Adapter, EffectiveWeights, FinishReason, Generation, Sampling
@@ -44,6 +45,7 @@ class _Running:
     sampling: Sampling
     reply: Reply
     future: Future[Generation]
+    on_tokens: TokenSink | None
     versions: list[int] = field(default_factory=list)
     ended: FinishReason | None = None
 
@@ -84,14 +86,20 @@ class ScriptedEngine:
         self.ended: Future[EngineError] = Future()
         self.ended.set_running_or_notify_cancel()
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int] | np.ndarray, sampling: Sampling) -> Future[Generation]:
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: Sampling,
+        on_tokens: TokenSink | None = None,
+    ) -> Future[Generation]:
         """Queue one generation; when released and without delay, its future is done on return."""
         future: Future[Generation] = Future()
         future.set_running_or_notify_cancel()
         try:
             ids = checked_prompt(prompt_ids, self._max_context, _MAX_ID)
             check_sampling(sampling)
-            self._add(request_id, ids, sampling, future)
+            self._add(request_id, ids, sampling, future, on_tokens)
         except EngineError as error:
             future.set_exception(error)
             return future
@@ -181,7 +189,14 @@ class ScriptedEngine:
                 del self._running[running.request_id]
         self._answer(ended)
 
-    def _add(self, request_id: str, ids: np.ndarray, sampling: Sampling, future: Future[Generation]) -> None:
+    def _add(
+        self,
+        request_id: str,
+        ids: np.ndarray,
+        sampling: Sampling,
+        future: Future[Generation],
+        on_tokens: TokenSink | None,
+    ) -> None:
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -195,12 +210,13 @@ class ScriptedEngine:
             if not len(reply.token_ids):
                 raise EngineError("script", "[]", f"gave request {number} no token", "end a reply at least with EOS")
             self.seen.append((request_id, ids, sampling))
-            self._running[request_id] = _Running(request_id, ids.size, sampling, reply, future)
+            self._running[request_id] = _Running(request_id, ids.size, sampling, reply, future, on_tokens)
 
     def _advance(self, running: _Running, tokens: int) -> None:
         reply, sampling = running.reply, running.sampling
         room = min(sampling.max_tokens, self._max_context - running.prompt_size)
-        for token in reply.token_ids[len(running.versions) :][:tokens]:
+        first = len(running.versions)
+        for token in reply.token_ids[first:][:tokens]:
             running.versions.append(self._version)
             self._counts["sampled_tokens"] += 1
             count = len(running.versions)
@@ -209,16 +225,21 @@ class ScriptedEngine:
             elif count == room:
                 running.ended = "length"
             if running.ended:
-                return
+                break
+        if running.on_tokens is not None and len(running.versions) > first:
+            span = slice(first, len(running.versions))
+            running.on_tokens(reply.token_ids[span], self._logprobs(running)[span], running.versions[span])
+
+    def _logprobs(self, running: _Running) -> Sequence[float]:
+        return running.reply.logprobs or [self._logprob] * len(running.versions)
 
     def _answer(self, ended: Sequence[_Running]) -> None:
         for running in ended:
             count = len(running.versions)
-            logprobs = running.reply.logprobs or [self._logprob] * count
             running.future.set_result(
                 Generation(
                     np.array(running.reply.token_ids[:count], np.int32),
-                    np.array(logprobs[:count], np.float32),
+                    np.array(self._logprobs(running)[:count], np.float32),
                     np.array(running.versions, np.int32),
                     running.ended or "error",
                 )

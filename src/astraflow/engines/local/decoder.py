@@ -73,6 +73,7 @@ class Decoder:
         stopped, full = rows.append(ids, logprobs, self.version)
         self.sampled_tokens += len(rows)
         self.decode_steps += 1
+        rows.hand_out(ids, logprobs, self.version)
         return self._end(stopped | full, lambda row: "stop" if stopped[row] else "length")
 
     def drop_cancelled(self) -> list[Finished]:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from astraflow.contracts import TokenSink
 from astraflow.engines.local.decoder import Decoder
 from astraflow.engines.local.inbox import Errand, Inbox, Work
 from astraflow.engines.local.rows import Request
@@ -90,7 +91,13 @@ class LocalEngine:
         self._thread = threading.Thread(target=self._run, name="astraflow-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int] | np.ndarray, sampling: Sampling) -> Future[Generation]:
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: Sampling,
+        on_tokens: TokenSink | None = None,
+    ) -> Future[Generation]:
         """Queue one generation."""
         future: Future[Generation] = Future()
         future.set_running_or_notify_cancel()  # so that only `cancel` ends it early, with a result
@@ -105,7 +112,7 @@ class LocalEngine:
         else:
             key = row_key(_SEEDED_STREAM, sampling.seed)
         ready_s = time.monotonic() + self._delay_s if self._delay_s else 0.0
-        self._inbox.add(Request(request_id, ids, sampling, future, key, ready_s))
+        self._inbox.add(Request(request_id, ids, sampling, future, key, ready_s, on_tokens))
         return future
 
     def cancel(self, request_id: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from astraflow.contracts import TokenSink
 from astraflow.types import FinishReason, Generation, Sampling
 
 _ROW = np.dtype(
@@ -36,6 +37,7 @@ class Request:
     future: Future[Generation]
     key: int  # 64 bits
     ready_s: float
+    on_tokens: TokenSink | None = None
     cancelled: bool = False
 
 
@@ -44,6 +46,7 @@ class Rows:
 
     def __init__(self, max_rows: int, max_context: int, eos_ids: Sequence[int], vocab_size: int) -> None:
         self.requests: list[Request] = []
+        self._num_streaming = 0  # rows whose tokens are handed out as they come
         self._max_context = max_context
         self._records = np.zeros(max_rows, _ROW)
         self._tokens = np.zeros((max_rows, 0), _TOKEN)
@@ -84,6 +87,7 @@ class Rows:
         self._stops[row] = -1
         self._stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
         self.requests.append(request)
+        self._num_streaming += request.on_tokens is not None
 
     def append(self, ids: np.ndarray, logprobs: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray]:
         """One token for every row. Returns which rows ended by a stop id, and which only by their limit ([n] bool)."""
@@ -97,6 +101,13 @@ class Rows:
         if self._stops.shape[1]:
             stopped = stopped | (self._stops[:count] == ids[:, None]).any(1)
         return stopped, (self.records["length"] >= self.records["limit"]) & ~stopped
+
+    def hand_out(self, ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """The tokens of one step to those who asked for them at once."""
+        if self._num_streaming:
+            for request, token, logprob in zip(self.requests, ids.tolist(), logprobs.tolist(), strict=True):
+                if request.on_tokens is not None:
+                    request.on_tokens((token,), (logprob,), (version,))
 
     def generation(self, row: int, reason: FinishReason) -> Generation:
         """What row has sampled so far."""
@@ -112,6 +123,8 @@ class Rows:
         for hole, mover in zip(holes.tolist(), movers.tolist(), strict=True):
             self.requests[hole] = self.requests[mover]
         del self.requests[left:]
+        if self._num_streaming:
+            self._num_streaming = sum(request.on_tokens is not None for request in self.requests)
         for columns in (self._records, self._tokens, self._stops):
             columns[holes] = columns[movers]
         return movers, holes

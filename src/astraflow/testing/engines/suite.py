@@ -143,6 +143,29 @@ class EngineSuite:
         with pytest.raises(EngineError, match="prompt_ids"):
             case.engine.submit("a", [], Sampling()).result(_DEADLINE_S)
 
+    def test_tokens_are_handed_out_as_they_are_sampled(self, case: EngineCase) -> None:
+        case.engine.load_weights(0, case.tensors).result(_DEADLINE_S)
+        handed: dict[str, list[tuple[int, float, int]]] = {"a": [], "b": []}
+        futures = {
+            name: case.engine.submit(
+                name, case.prompt, Sampling(max_tokens=case.long_tokens),
+                lambda ids, logprobs, versions, to=to: to.extend(zip(ids, logprobs, versions, strict=True)),
+            )
+            for name, to in handed.items()
+        }  # fmt: skip
+        silent = case.engine.submit("silent", case.prompt, Sampling(max_tokens=case.long_tokens))
+        case.advance()
+        assert all(len(tokens) >= 1 and not futures[name].done() for name, tokens in handed.items())
+        case.engine.cancel("b")
+        case.engine.load_weights(1, case.tensors).result(_DEADLINE_S)
+        case.finish()
+        for name, future in futures.items():
+            generation = future.result(_DEADLINE_S)
+            columns = (generation.token_ids, generation.logprobs, generation.versions)
+            assert handed[name] == list(zip(*(column.tolist() for column in columns), strict=True))
+        assert {version for _, _, version in handed["a"]} == {0, 1}
+        assert len(silent.result(_DEADLINE_S).token_ids) == case.long_tokens
+
     def test_many_requests_at_once_each_get_their_own_length(self, case: EngineCase) -> None:
         case.finish()
         lengths = {f"r{i}": 1 + i * 7 % 13 for i in range(100)}

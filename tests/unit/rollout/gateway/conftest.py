@@ -88,7 +88,9 @@ class FakeEngine:
         """One reply of exactly these tokens."""
         self.script.append(([*(IDS[p] for p in pieces), EOS], "stop"))
 
-    def submit(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling) -> Future[Generation]:
+    def submit(
+        self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, on_tokens: Any = None
+    ) -> Future[Generation]:
         assert prompt_ids.dtype == np.int32
         self.requests.append((request_id, prompt_ids.tolist(), sampling))
         future: Future[Generation] = Future()
