@@ -1,7 +1,7 @@
 """The extension points: `type = "..."` names become objects here, and nowhere else.
 
-A name is looked up in the room's literal table, else taken as a `module:Object` path, else as an entry point of the
-group `astraflow.<room>`. Nothing is imported before it is asked for.
+A name is looked up in the room's literal table, else taken as a `module:Object` or `file.py:Object` path, else as an
+entry point of the group `astraflow.<room>`. Nothing is imported before it is asked for.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import importlib
 import inspect
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from astraflow.errors import Problem
@@ -103,7 +106,8 @@ WEIGHING_CORRECTIONS = frozenset({"truncate", "mask"})
 
 
 def find(room: str, type_name: str, where: str) -> str:
-    """Where `type_name` of `room` lies, as `module:Object`; nothing is imported. `where`: the setting's dotted path.
+    """Where `type_name` of `room` lies, as `module:Object` or `file.py:Object`; nothing is imported. `where`: the
+    setting's dotted path.
 
     Raises: Problem: not found; lists what was tried and the known names.
     """
@@ -131,14 +135,27 @@ def resolve(room: str, type_name: str, where: str) -> Any:
 
     Raises: Problem: not found, as `find`, or not to be imported.
     """
-    module_name, _, attribute = find(room, type_name, where).partition(":")
+    module_name, _, attribute = find(room, type_name, where).rpartition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        return getattr(_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise Problem(
             where, type_name, f"cannot be imported ({error})",
             "check the spelling 'package.module:Object' and that the package is installed and on PYTHONPATH",
         ) from error  # fmt: skip
+
+
+def _module(name: str) -> ModuleType:
+    """A module by its name, or by its file, whose folder is then searched first for what it imports."""
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    path = Path(name).resolve()
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    module = importlib.import_module(path.stem)
+    if module.__file__ is None or Path(module.__file__).resolve() != path:
+        raise ImportError(f"the name {path.stem} is taken by {module.__file__ or 'Python itself'}; rename the file")
+    return module
 
 
 def check_options(target: Callable[..., Any], options: Mapping[str, Any], where: str, given: set[str]) -> list[str]:

@@ -8,6 +8,7 @@
 | Ask     | worker -> node | one call: the body of an OpenAI chat completion           | Answer      |
 | Drop    | worker -> node | the workflow no longer waits for this call                | -           |
 | Pulse   | worker -> node | my loop turns                                             | -           |
+| Loaded  | worker -> node | source files of the workflow that were imported           | -           |
 
 A frame is a 4-byte little-endian length and a msgpack array. All frames of one loop turn leave in one send. Either
 side sees the other's end by the end of the stream.
@@ -23,6 +24,7 @@ from typing import Any, cast
 import msgspec
 
 from astraflow.errors import WireError
+from astraflow.rollout.worker.code import SourceFile
 from astraflow.types import Outcome, Task
 
 _LENGTH = struct.Struct("<I")
@@ -37,6 +39,8 @@ class Hello(msgspec.Struct, array_like=True, tag=1):
     policies: list[str]
     base_url: str  # of the gateway over HTTP, for agents that bring their own client
     pulse_s: float
+    files: list[SourceFile] = []  # run these in place of the files on disk
+    max_output_bytes: int = 1 << 20  # that Python code of one episode may write
 
 
 class Start(msgspec.Struct, array_like=True, tag=2):
@@ -67,6 +71,8 @@ class Ready(msgspec.Struct, array_like=True, tag=5):
 
     problem: str | None
     settings: bool = False  # the problem lies in the run file, so it will be there at every start
+    code: str = ""  # version of the workflow's code
+    trace: str = ""  # of the problem: its traceback
 
 
 class Ask(msgspec.Struct, array_like=True, tag=6):
@@ -91,13 +97,20 @@ class Done(msgspec.Struct, array_like=True, tag=7):
     outcome: Outcome | None
     error: str | None
     left_running: bool  # True: a thread of it cannot be stopped and still runs
+    code: str = ""  # version of the code that played it
 
 
 class Pulse(msgspec.Struct, array_like=True, tag=8):
     """Sent every `pulse_s` while the worker's loop turns."""
 
 
-Message = Hello | Start | Cancel | Answer | Ready | Ask | Drop | Done | Pulse
+class Loaded(msgspec.Struct, array_like=True, tag=10):
+    """Sent before Ready, and when an episode imported more of them."""
+
+    files: list[SourceFile]
+
+
+Message = Hello | Start | Cancel | Answer | Ready | Ask | Drop | Done | Pulse | Loaded
 
 
 class Channel(asyncio.Protocol):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import inspect
 import itertools
 import logging
 import threading
+import traceback
 from typing import Any, NamedTuple
 
 from astraflow.errors import AstraFlowError, ConfigError, EpisodeError, WireError
@@ -21,18 +23,22 @@ from astraflow.rollout.worker.channel import (
     Done,
     Drop,
     Hello,
+    Loaded,
     Message,
     Pulse,
     Ready,
     Start,
 )
 from astraflow.rollout.worker.client import LLM, BlockingLLM
-from astraflow.wire.swarm.outcome import outcome_of, plain_text
+from astraflow.rollout.worker.code import Code
+from astraflow.rollout.worker.output import Budget
 from astraflow.types import Outcome
+from astraflow.wire.swarm.outcome import outcome_of, plain_text
 from astraflow.workflows.load import PlayFunction, build_workflow
 
 log = logging.getLogger("astraflow.worker")
 MAX_TRACEBACKS = 100  # distinct failures logged in full by one worker
+_TRACE_CHARS = 6000  # of a workflow that cannot be built
 
 
 class _Component(NamedTuple):
@@ -49,6 +55,8 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._hello: Hello | None = None
         self._play: PlayFunction | None = None
+        self._code = Code()
+        self._num_told = 0  # of its files
         self._blocking = False
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._calls: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
@@ -72,31 +80,46 @@ class Worker:
                 raise AssertionError(f"a worker is never sent {type(message).__name__}")
 
     def _begin(self, hello: Hello) -> None:
-        problem, settings = None, False
+        ready = Ready(None)
+        self._code = Code(hello.files)
+        self._code.begin()
         try:
             self._play = build_workflow(_Component(hello.workflow, hello.options), hello.policies)
             self._blocking = not _is_coroutine_function(self._play)
         except AstraFlowError as error:
-            problem, settings = str(error), error.exit_code == ConfigError.exit_code
-        except Exception as error:
-            log.exception("workflow %s could not be built", hello.workflow)
-            problem = f"workflow.type={hello.workflow!r} could not be built ({type(error).__name__}: {error})"
+            ready = Ready(plain_text(error), error.exit_code == ConfigError.exit_code, trace=_trace(error))
+        except (Exception, SystemExit) as error:
+            what = f"{type(error).__name__}: {plain_text(error)}"
+            ready = Ready(f"workflow.type={hello.workflow!r} could not be built ({what})", trace=_trace(error))
         self._hello = hello
         settle_memory()
-        self.channel.send(Ready(problem, settings))
+        self._tell_files()
+        ready.code = self._code.version
+        self.channel.send(ready)
         self._pulse(hello.pulse_s)
+
+    def _tell_files(self) -> None:
+        files = list(self._code.files.values())
+        if len(files) > self._num_told:
+            self.channel.send(Loaded(files[self._num_told :]))
+            self._num_told = len(files)
 
     def _pulse(self, every_s: float) -> None:
         self.channel.send(Pulse())
         self._loop.call_later(every_s, self._pulse, every_s)
 
     async def _episode(self, start: Start) -> None:
+        assert self._hello is not None
         outcome: Outcome | None = None
         error: str | None = None
         threads: list[threading.Thread] = []
+        task = asyncio.current_task()
+        assert task is not None
+        budget = Budget(self._hello.max_output_bytes, lambda: self._loop.call_soon_threadsafe(task.cancel))
         try:
             async with asyncio.timeout(start.timeout_s) as limit:
-                outcome = outcome_of(await self._run(start, threads))
+                with budget:
+                    outcome = outcome_of(await self._run(start, threads))
         except TimeoutError as failure:
             if limit.expired():
                 error = f"timeout: the episode ran longer than {start.timeout_s:.3g} s"
@@ -106,14 +129,18 @@ class Worker:
             error = "cancelled: the episode was stopped"
         except EpisodeError as failure:
             error = plain_text(failure)
-        except Exception as failure:
+        except (Exception, SystemExit) as failure:
             error = self._describe(failure)
+        if budget.over:  # whatever it made of that
+            outcome, error = None, budget.error
         del self._episodes[start.slot]
         left_running = any(t.is_alive() for t in threads)
+        self._tell_files()
+        code = self._code.version
         try:
-            self.channel.send(Done(start.slot, outcome, error, left_running))
+            self.channel.send(Done(start.slot, outcome, error, left_running, code))
         except WireError as failure:  # the node must hear that the episode is over, whatever is in its outcome
-            self.channel.send(Done(start.slot, None, self._describe(failure), left_running))
+            self.channel.send(Done(start.slot, None, self._describe(failure), left_running, code))
 
     async def _run(self, start: Start, threads: list[threading.Thread]) -> object:
         assert self._hello is not None and self._play is not None
@@ -137,14 +164,14 @@ class Worker:
         if not self._blocking:
             return await self._play(start.task, llm)
         blocking = {policy: BlockingLLM(client, self._loop) for policy, client in llm.items()}
-        play, task = self._play, start.task
-        thread, future = start_in_thread(lambda: play(task, blocking), f"episode-{start.slot}")
+        play, task, context = self._play, start.task, contextvars.copy_context()
+        thread, future = start_in_thread(lambda: context.run(play, task, blocking), f"episode-{start.slot}")
         threads.append(thread)
         result = await future
         threads.clear()
         return result
 
-    def _describe(self, failure: Exception) -> str:
+    def _describe(self, failure: BaseException) -> str:
         """The episode's error; the traceback of each distinct failure is logged once."""
         place = failure.__traceback__
         while place is not None and place.tb_next is not None:
@@ -155,6 +182,11 @@ class Worker:
             self._logged.add(mark)
             log.error("workflow failed (later failures of this kind are counted only)", exc_info=failure)
         return plain_text(f"workflow: {type(failure).__name__}: {plain_text(failure)}")
+
+
+def _trace(failure: BaseException) -> str:
+    text = "".join(traceback.format_exception(failure))
+    return plain_text(text if len(text) <= _TRACE_CHARS else "..." + text[-_TRACE_CHARS:], _TRACE_CHARS + 3)
 
 
 def _is_coroutine_function(play: PlayFunction) -> bool:
