@@ -24,8 +24,9 @@ from astraflow.types import Message
 class ChatTokenizer:
     """The tokenizer and chat template of a Hugging Face directory. Thread-safe: nothing changes after construction.
 
-    Attributes: eos_ids: every id that ends a turn (may be empty); pad_id: falls back to the first EOS, then to 0;
-    vocab_size: ids are below it.
+    Attributes: response_template: how replies are to be read, if the tokenizer's files say so (transformers'
+    `ResponseParser`); eos_ids: every id that ends a turn (may be empty); pad_id: falls back to the first EOS, then to
+    0; vocab_size: ids are below it.
     Raises: ModelError: no tokenizer.json, no chat template, or a broken one.
     """
 
@@ -39,6 +40,7 @@ class ChatTokenizer:
             for key in ("bos_token", "eos_token", "pad_token", "unk_token")
             if (text := _text(config.get(key)))
         }
+        self.response_template: dict[str, Any] | None = config.get("response_template")
         self.eos_ids = eos_ids(self.directory, self._tokenizer)
         self.pad_id = self._pad_id()
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)

@@ -47,6 +47,7 @@ from astraflow.rollout.gateway.sampling import (
     single_token_stops,
     stop_strings,
 )
+from astraflow.rollout.gateway.tools import Opening, read_whole
 from astraflow.types import Call, EpisodeLease, Generation, Sampling
 
 MAX_CALLS = 32767  # of one policy in one episode: call_index travels as int16
@@ -244,7 +245,8 @@ class Gateway:
         content = text
         calls: list[ToolCall] = []
         if request.tools and request.tool_choice != "none":
-            content, calls = endpoint.tool_parser.parse(text, request.tools, turn.index)
+            reader = endpoint.tool_parser.open(Opening(request.tools, turn.index, prompt.text))
+            content, _, calls = read_whole(reader, text)
         capture.calls.append(Call(capture.policy, turn.index, prompt.ids, generation, prompt.forked))
         reply = Reply(
             assistant_key(content, calls), sampled, text + (eos_text or ""), eos_text is not None, turn.index
