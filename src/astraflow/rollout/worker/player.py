@@ -129,7 +129,7 @@ class Worker:
             error = "cancelled: the episode was stopped"
         except EpisodeError as failure:
             error = plain_text(failure)
-        except (Exception, SystemExit) as failure:
+        except BaseException as failure:  # user code that leaves ends its episode, not its neighbours
             error = self._describe(failure)
         if budget.over:  # whatever it made of that
             outcome, error = None, budget.error
