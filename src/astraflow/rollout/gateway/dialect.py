@@ -25,6 +25,7 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None  # "auto" and "none" are served
+    parallel_tool_calls: bool | None = None  # False: only the first call of a reply is one
     temperature: float | None = None  # recorded, never followed: the lease's value wins
     top_p: float | None = None  # likewise
     top_k: int | None = None  # likewise
@@ -67,6 +68,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
 
     role: str = "assistant"
     content: str | None = None
+    reasoning_content: str | UnsetType = UNSET  # where the template names a field for it
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -92,6 +94,7 @@ class Choice(msgspec.Struct, kw_only=True):
     message: AssistantMessage
     finish_reason: str  # "stop" | "length" | "tool_calls"
     logprobs: Logprobs | None = None
+    stop_sequence: str | UnsetType = UNSET  # the stop string that was met
     token_ids: list[int] | UnsetType = UNSET  # sampled ids, when return_token_ids
 
 
