@@ -30,10 +30,10 @@ class Stopped(Exception):
 
 
 class Patience:
-    """Of one process for the dataflow service. `meanwhile`: what the log says of the time until it is back."""
+    """Of one process for `service`. `meanwhile`: what the log says of the time until it is back."""
 
-    def __init__(self, limit_s: float = GONE_S, meanwhile: str = "") -> None:
-        self.limit_s, self._meanwhile = limit_s, meanwhile
+    def __init__(self, limit_s: float = GONE_S, meanwhile: str = "", service: str = "the dataflow service") -> None:
+        self.limit_s, self._meanwhile, self._service = limit_s, meanwhile, service
         self.num_failures = 0
         self._told = -math.inf
 
@@ -50,7 +50,7 @@ class Patience:
         if now - self._told >= _TELL_EVERY_S:
             self._told = now
             left_s = self.limit_s - lasted_s
-            log.warning("waits for the dataflow service, up to %.0f s more%s: %s", left_s, self._meanwhile, error)
+            log.warning("waits for %s, up to %.0f s more%s: %s", self._service, left_s, self._meanwhile, error)
 
 
 def is_away(error: WireError) -> bool:
@@ -58,12 +58,14 @@ def is_away(error: WireError) -> bool:
     return isinstance(error, Unreachable) or error.status == DISK_FULL
 
 
-def ask_patiently(call: Callable[[], R], stop: threading.Event, limit_s: float = GONE_S) -> R:
-    """What `call` returns, which asks the dataflow service; again while that is away.
+def ask_patiently(
+    call: Callable[[], R], stop: threading.Event, limit_s: float = GONE_S, service: str = "the dataflow service"
+) -> R:
+    """What `call` returns, which asks `service`; again while that is away.
 
     Raises: Stopped: `stop` was set meanwhile. WireError: it refused, or was away for `limit_s`.
     """
-    patience, since = Patience(limit_s), time.monotonic()
+    patience, since = Patience(limit_s, service=service), time.monotonic()
     while True:
         try:
             return call()

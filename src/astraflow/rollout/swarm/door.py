@@ -150,7 +150,7 @@ class _Endpoints:
         over = self._pool.records.over(episode_id, body.attempt)
         if over is None or (over.client, over.ending) != (body.client, "aborted"):
             held = self._mine(episode_id, body)
-            self._pool.give_back(held, lost=False, why="its client gave it back")
+            self._pool.give_back(held, lost=False, why="its client gave it back", ending="aborted")
         return json_reply(Ok())
 
     async def status(self, request: Request) -> Response:

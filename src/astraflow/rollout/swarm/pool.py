@@ -11,8 +11,9 @@ so that what happens when is tested without waiting.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,6 +23,8 @@ from astraflow.rollout.swarm.clients import Over, Records
 from astraflow.types import Outcome
 from astraflow.wire.app import HttpError
 from astraflow.wire.swarm.messages import Ending, FinishReply, PlaysRequest
+
+_MAX_REQUESTS = 8192  # remembered: an answer that was lost is asked for again
 
 
 class Signs(Protocol):
@@ -42,7 +45,8 @@ class Held:
     slot: int
     client: str
     deadline: float
-    heard: float  # monotonic; of its client, naming it
+    given: float  # monotonic
+    heard: float = -math.inf  # monotonic; of its client, naming it
 
     @property
     def episode_id(self) -> str:
@@ -60,6 +64,7 @@ class _Ask:
     client: str
     count: int
     sources: frozenset[str]
+    num_waiting: int = 0  # requests: one that is repeated before it was answered waits for the same
     got: list[Held] = field(default_factory=list)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -80,7 +85,7 @@ class SwarmPool:
         self._asks: list[_Ask] = []
         self._held: dict[str, Held] = {}  # by episode_id
         self._slots: dict[int, Held] = {}
-        self._requests: dict[tuple[str, str], list[Held]] = {}  # newest request of each client -> what it got
+        self._requests: OrderedDict[tuple[str, str], _Ask] = OrderedDict()  # by client and request_id
         self._next_slot = 0
 
     # of a pool
@@ -119,35 +124,50 @@ class SwarmPool:
         return len(self._held)
 
     async def ask(self, request: PlaysRequest) -> list[Held]:
-        """Up to `count` episodes, those of the first time for a repeated `request_id`. Cancelled: they are given back.
+        """Up to `count` episodes; for a repeated `request_id` those of the first time that are still held. Cancelled:
+        they are given back.
 
         Raises: HttpError: 410 the run is over.
         """
         self.refuse_when_over(request.client)
-        named = (request.client, request.request_id)
-        if request.request_id and named in self._requests:
-            return [held for held in self._requests[named] if self._slots.get(held.slot) is held]
-        ask = _Ask(request.client, request.count, frozenset(request.sources))
-        self._asks.append(ask)
-        self._on_asked()
+        ask, again = self._ask(request)
+        if not again:
+            self._asks.append(ask)
+            self._on_asked()
+        ask.num_waiting += 1
         try:
-            async with asyncio.timeout(request.wait_s):
+            async with asyncio.timeout(request.wait_s if ask in self._asks else 0):
                 await ask.filled.wait()
         except TimeoutError:
             pass
         except asyncio.CancelledError:  # its client went away
-            for held in ask.got:
-                self.give_back(held, lost=False, why="its client hung up before it was told")
+            if ask.num_waiting == 1:
+                for held in self._still_held(ask):
+                    self.give_back(held, lost=False, why="its client hung up before it was told")
             raise
         finally:
-            self._asks.remove(ask)
-        if not ask.got:
+            ask.num_waiting -= 1
+            if ask in self._asks and (ask.filled.is_set() or not ask.num_waiting):
+                self._asks.remove(ask)
+        given = self._still_held(ask)
+        if not given:
             self.refuse_when_over(request.client)
-        if request.request_id and ask.got:
-            for old in [n for n in self._requests if n[0] == request.client]:
-                del self._requests[old]
-            self._requests[named] = ask.got
-        return ask.got
+        return given
+
+    def _still_held(self, ask: _Ask) -> list[Held]:
+        return [held for held in ask.got if self._slots.get(held.slot) is held]
+
+    def _ask(self, request: PlaysRequest) -> tuple[_Ask, bool]:
+        """The request, and whether it was made before."""
+        named = (request.client, request.request_id)
+        if request.request_id and (known := self._requests.get(named)) is not None:
+            return known, True
+        ask = _Ask(request.client, request.count, frozenset(request.sources))
+        if request.request_id:
+            self._requests[named] = ask
+            while len(self._requests) > _MAX_REQUESTS:
+                self._requests.popitem(last=False)
+        return ask, False
 
     def mine(self, episode_id: str, attempt: int, client: str) -> Held:
         """The attempt, if this client plays it.
@@ -184,9 +204,9 @@ class SwarmPool:
         self.records.end(held.episode_id, held.attempt, over, code)
         return reply
 
-    def give_back(self, held: Held, *, lost: bool, why: str) -> None:
+    def give_back(self, held: Held, *, lost: bool, why: str, ending: Ending = "given_back") -> None:
         """Nothing of the episode is kept; it is offered again. `lost`: counts towards workflow.max_attempts."""
-        self._close(held, "given_back" if lost else "aborted", why)
+        self._close(held, ending, why)
         held.player.given_back(lost=lost)
 
     def alive(self, client: str, playing: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -208,9 +228,12 @@ class SwarmPool:
                 limit = f"the episode ran longer than {held.player.timeout_s:.3g} s"
                 self._close(held, "timeout", limit)
                 held.player.ended(None, f"timeout: {limit}")
-            elif now - max(held.heard, self._signs.last(held.player.key)) > self.dead_after_s:
+                continue
+            heard = max(held.heard, self._signs.last(held.player.key))
+            if now - max(heard, held.given) > self.dead_after_s:
                 why = f"it was given back after {self.dead_after_s:g} s without a heartbeat or a call"
-                self.give_back(held, lost=True, why=why)
+                # One of which nothing was ever heard may never have reached its client: that is nobody's fault.
+                self.give_back(held, lost=heard > -math.inf, why=why)
 
     def finish(self) -> None:
         """The run is over: whoever waits is told so."""
