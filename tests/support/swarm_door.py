@@ -1,4 +1,4 @@
-"""The swarm side of a node with the scripted engine, in a thread, without a dataflow service: leases come from a list."""
+"""The swarm side of a node with the scripted engine, in a thread; leases come from a list, not from a service."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def lease(number: int, *, source: str = "train", attempt: int = 1, timeout_s: fl
     """Of one task each; two policies."""
     return EpisodeLease(
         episode_id=f"{source}/0/{number}/0", group_id=f"{source}/0/{number}", attempt=attempt,
-        task=Task(source, number, 0, {"question": "1+1=?"}), timeout_s=timeout_s, min_versions={"actor": 0},
+        task=Task(source, number, 0, {"question": "1+1=?"}), timeout_s=timeout_s, min_versions={},
         sampling={"actor": Sampling(max_tokens=8), "critic": Sampling(max_tokens=8)},
     )  # fmt: skip
 
@@ -116,7 +116,7 @@ class DoorBench:
         options = SwarmOptions(
             node_id="n", dead_after_s=self._dead_after_s, max_episodes=100, max_episode_tokens=1000, token=self._token
         )
-        self.swarm = Swarm(options, gateway, engines, self.episodes.append, lambda policy: 0)
+        self.swarm = Swarm(options, gateway, engines, self.episodes.append, lambda policy: -1)
         sock = bind("127.0.0.1", self._port, "test")
         self._port = sock.getsockname()[1]
         url: asyncio.Future[str] = self._loop.create_future()
