@@ -14,6 +14,8 @@ from astraflow.cli.run import AcceptDamage, Recipe, open_run
 Parent = Annotated[int, typer.Option("--parent", hidden=True, help="Die with this process.")]
 Url = Annotated[str, typer.Option("--dataflow", help="URL that the dataflow service printed.")]
 Threads = Annotated[int, typer.Option(help="Intra-op threads of torch; 0: as the run file says.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Take up edits of the workflow's files.")]
+WorkerMemory = Annotated[int, typer.Option(min=64 << 20, help="Of a worker and what it started; then it is killed.")]
 TokenFile = Annotated[
     Path | None, typer.Option(help="File that holds the token; default: the variable ASTRAFLOW_TOKEN.")
 ]
@@ -133,6 +135,8 @@ def node(
     name: Annotated[str, typer.Option(help="For people; need not be unique.")] = "",
     concurrency: Annotated[int, typer.Option(help="Episodes played at once.")] = 64,
     workers: Annotated[int, typer.Option(min=0, help="Worker processes that run workflow code; 0: clients only.")] = 1,
+    watch: Watch = False,
+    worker_memory_bytes: WorkerMemory = 8 << 30,
     threads: Threads = 0,
     delay_s: Annotated[float, typer.Option(help="Added to every call: a slow node.")] = 0.0,
     swarm: Annotated[
@@ -147,6 +151,7 @@ def node(
     from astraflow.errors import LaunchError
     from astraflow.launch.rundir import write_ready
     from astraflow.rollout.node import NodeOptions, run_node
+    from astraflow.rollout.pool import PoolLimits
 
     token = read_token(token_file)
     if not workers and not swarm:
@@ -159,7 +164,8 @@ def node(
 
     options = NodeOptions(
         dataflow_url=dataflow, token=token, name=name or socket.gethostname(), concurrency=concurrency,
-        workers=workers, threads=max(1, threads), delay_s=delay_s, door=_door(swarm, token) if swarm else None,
+        workers=workers, threads=max(1, threads), delay_s=delay_s, watch=watch,
+        limits=PoolLimits(memory_bytes=worker_memory_bytes), door=_door(swarm, token) if swarm else None,
         on_door=on_door,
     )  # fmt: skip
     run_node(options)

@@ -81,6 +81,13 @@ class WorkflowSection(Component):
 
     group_size: int = Field(8, ge=1, description="episodes per task")
     timeout_s: float = Field(120.0, gt=0, description="deadline of one episode on a node; then it is offered again")
+    call_timeout_s: float = Field(0.0, ge=0, description="deadline of one call; then it fails; 0: that of the episode")
+    step_timeout_s: float = Field(
+        0.0, ge=0, description="longest time of an episode without a call; then it fails; 0: that of the episode"
+    )
+    max_output_bytes: int = Field(
+        1 << 20, ge=1024, description="what Python code of one episode may write to standard output and error"
+    )
     max_attempts: int = Field(3, ge=1, description="attempts of one episode before it counts as failed")
 
 
@@ -101,6 +108,10 @@ class NodeSection(Strict):
     name: Name = "node"
     concurrency: int = Field(64, ge=1, description="episodes played at once")
     workers: int = Field(1, ge=0, description="worker processes that run workflow code; 0: swarm clients only")
+    watch: bool = Field(False, description="edits of the workflow's files are taken up while the run goes on")
+    worker_memory_bytes: int = Field(
+        8 << 30, ge=64 << 20, description="a worker and what it started that use more are killed (Linux)"
+    )
     threads: int = Field(0, ge=0, description="intra-op threads of the engine; 0: automatic")
     delay_s: float = Field(0.0, ge=0, description="added to every call: makes a slow node for tests and demonstrations")
     start_after_s: float = Field(0.0, ge=0, description="join this long after the run starts")

@@ -118,17 +118,19 @@ async def _play(config: RunConfig, leases: list[EpisodeLease], options: PlayOpti
         name: await start_policy(name, section, shared, Weights(name, idle, lambda: None))
         for name, section in config.policies.items()
     }
-    gateway, over, episodes = Gateway(endpoints), asyncio.Event(), list[Episode]()
+    workflow = config.workflow
+    gateway, over, episodes = Gateway(endpoints, workflow.call_timeout_s), asyncio.Event(), list[Episode]()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = asyncio.create_task(serve(create_app(gateway), bind("127.0.0.1", 0, "gateway"), url.set_result, over))
     limits = PoolLimits()
     hello = Hello(
-        config.workflow.type, config.workflow.options, list(config.policies), f"{await url}/v1", limits.pulse_s
-    )
+        workflow.type, workflow.options, list(config.policies), f"{await url}/v1", limits.pulse_s,
+        max_output_bytes=workflow.max_output_bytes,
+    )  # fmt: skip
     pool = WorkerPool(1, hello, lambda: runner.start_waiting(), limits)
     runner = Runner(
-        RunnerOptions(NODE_ID, options.concurrency), gateway, {n: e.engine for n, e in endpoints.items()}, pool,
-        episodes.append,
+        RunnerOptions(NODE_ID, options.concurrency, step_timeout_s=workflow.step_timeout_s), gateway,
+        {n: e.engine for n, e in endpoints.items()}, pool, episodes.append,
     )  # fmt: skip
     try:
         await pool.start()

@@ -204,6 +204,7 @@ class Supervisor:
             return ["stage", spec.subject, *common]
         node = next(n for n in self.config.rollout.nodes if n.name == spec.subject)
         shape = ["--concurrency", str(node.concurrency), "--workers", str(node.workers), "--delay-s", str(node.delay_s)]
+        shape += ["--worker-memory-bytes", str(node.worker_memory_bytes), *(["--watch"] if node.watch else [])]
         return ["node", "--name", node.name, *shape, *common]
 
     def _signal(self, instruction: Signal) -> None:

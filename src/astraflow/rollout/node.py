@@ -84,6 +84,7 @@ class NodeOptions:
     drain_s: float = 10.0  # to finish what is in play when told to leave; the rest is handed back
     cache: Path = field(default_factory=cache_dir)
     limits: PoolLimits = field(default_factory=PoolLimits)
+    watch: bool = False  # edits of the workflow's files are taken up
     door: socket.socket | None = None  # bound; clients of the swarm come here, see `rollout.swarm`
     on_door: Callable[[str], None] = _say_door  # told the door's URL once it answers
 
@@ -198,7 +199,7 @@ class _Node:
             endpoints[name] = await start_policy(name, section, shared, self._weights[name])
             self._closing.callback(endpoints[name].engine.close)
         engines = {name: endpoint.engine for name, endpoint in endpoints.items()}
-        gateway = Gateway(endpoints)
+        gateway = Gateway(endpoints, config.workflow.call_timeout_s)
         for name, engine in engines.items():
             self.tasks.spawn(f"engine of {name}", _raise_when_ended(engine))
             self.tasks.spawn(f"weight loop of {name}", self._weights[name].follow(engine))
@@ -206,7 +207,8 @@ class _Node:
         most = config.dataflow.max_episode_tokens
         local = None
         if pool is not None:
-            plays = RunnerOptions(self._id, options.concurrency, options.delay_s, most)
+            step_s = config.workflow.step_timeout_s
+            plays = RunnerOptions(self._id, options.concurrency, options.delay_s, most, step_timeout_s=step_s)
             local = Runner(plays, gateway, engines, pool, self._committer.add, self._announced)
         self._runners = [] if local is None else [local]
         if options.door is not None:
@@ -218,8 +220,11 @@ class _Node:
     async def _start_workers(self, config: RunConfig, gateway: Gateway, policies: list[str]) -> WorkerPool:
         options, workflow = self._options, config.workflow
         url = await self._serve_http(gateway)
-        hello = Hello(workflow.type, workflow.options, policies, url, options.limits.pulse_s)
-        pool = WorkerPool(options.workers, hello, self._start_waiting, options.limits)
+        hello = Hello(
+            workflow.type, workflow.options, policies, url, options.limits.pulse_s,
+            max_output_bytes=workflow.max_output_bytes,
+        )  # fmt: skip
+        pool = WorkerPool(options.workers, hello, self._start_waiting, options.limits, watch=options.watch)
         self._closing.push_async_callback(pool.close)
         await pool.start()
         self.tasks.spawn("worker pool", pool.watch())
@@ -232,6 +237,7 @@ class _Node:
         options = SwarmOptions(
             node_id=self._id, dead_after_s=section.dead_after_s, max_episodes=section.max_episodes,
             max_episode_tokens=config.dataflow.max_episode_tokens, token=self._options.token,
+            step_timeout_s=config.workflow.step_timeout_s,
         )  # fmt: skip
         swarm = Swarm(options, gateway, engines, self._committer.add, self._announced)
         self.tasks.spawn("swarm door", swarm.serve(door, self._options.on_door))
@@ -296,12 +302,12 @@ class _Node:
 
     async def _heartbeats(self, period_s: float) -> None:
         while True:
-            stats, versions = self._stats.read(), self._stats.versions()
+            stats, versions, notes = self._stats.read(), self._stats.versions(), self._stats.notes()
             playing = [attempt for runner in self._runners for attempt in runner.playing()]
             try:
                 reply = await self._reach.ask(
                     "heartbeat",
-                    lambda: self._client.heartbeat(self._id, stats, versions, playing),  # noqa: B023
+                    lambda: self._client.heartbeat(self._id, stats, versions, playing, notes),  # noqa: B023
                 )
             except WireError as error:
                 await self._refused(error)

@@ -19,16 +19,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from astraflow.errors import AstraFlowError, ConfigError
 from astraflow.rollout.loop import in_thread
+from astraflow.rollout.players import Player
 from astraflow.rollout.worker.channel import (
     Ask,
     Cancel,
-    Channel,
     Done,
     Drop,
     Hello,
@@ -41,7 +40,7 @@ from astraflow.rollout.worker.channel import (
 from astraflow.rollout.worker.edits import Edits
 from astraflow.rollout.worker.process import Generation, WorkerProcess, end_all, start_worker
 from astraflow.rollout.worker.usage import own_bytes, usage_of
-from astraflow.types import EpisodeLease, Outcome
+from astraflow.types import Outcome
 
 log = logging.getLogger("astraflow.node")
 _NEARLY = 0.8  # of the memory that a worker may use: it gets no more episodes
@@ -61,39 +60,6 @@ class PoolLimits:
     memory_bytes: int = 8 << 30  # of a worker and what it started; measured, so more is used for a moment. Linux
     max_processes: int = 1024  # that a worker and what it started may be. Linux
     max_output_per_s: int = 32 << 20  # bytes on standard output and error, of all that is not written by Python code
-
-
-class Player(Protocol):
-    """One episode as the pool sees it."""
-
-    key: str
-    lease: EpisodeLease
-    timeout_s: float
-
-    def asked(self, ask: Ask, channel: Channel) -> None:
-        """A call came; its Answer goes to `channel`."""
-
-    def dropped(self, call: int) -> None:
-        """The workflow no longer waits for this call."""
-
-    def ended(self, outcome: Outcome | None, error: str | None, code: str = "") -> str | None:
-        """It is over; `code`: version of the code that played it. Gives the error that it is kept with."""
-
-    def given_back(self, *, lost: bool) -> None:
-        """Nothing of it is kept, its lease goes back; `lost`: that counts towards workflow.max_attempts."""
-
-
-class Pool(Protocol):
-    """Who plays. Of each player that it took, exactly one of `ended` and `given_back` is called, once."""
-
-    def takes(self, player: Player) -> bool:
-        """It can take this player now."""
-
-    def place(self, player: Player) -> int:
-        """Play it; returns its slot. Only right after `takes`. Raises: WireError: its task cannot be sent."""
-
-    def stop(self, slot: int) -> None:
-        """It is not wanted any more; its end follows."""
 
 
 _Worker = WorkerProcess[Player]
@@ -196,13 +162,20 @@ class WorkerPool:
         self._next_slot += 1
         slot = self._next_slot
         worker.channel.send(Start(slot, player.key, player.lease.task, player.timeout_s))
-        worker.episodes[slot] = (player, time.monotonic() + player.timeout_s)
+        worker.episodes[slot] = (player, time.monotonic() + player.timeout_s, "")
         self._homes[slot] = worker
         return slot
 
     def stop(self, slot: int) -> None:
         """Ask the worker to stop an episode; `ended` follows."""
         if (worker := self._homes.get(slot)) is not None:
+            worker.channel.send(Cancel(slot))
+
+    def fail(self, slot: int, error: str) -> None:
+        """As if its deadline had come, but for the error."""
+        if (worker := self._homes.get(slot)) is not None:
+            player, deadline, _ = worker.episodes[slot]
+            worker.episodes[slot] = (player, min(deadline, time.monotonic()), error)
             worker.channel.send(Cancel(slot))
 
     async def close(self) -> None:
@@ -308,7 +281,8 @@ class WorkerPool:
         entry = worker.episodes.pop(slot, None)
         self._homes.pop(slot, None)
         if entry is not None:
-            entry[0].ended(outcome, error, worker.generation.code)
+            player, _, failed = entry
+            player.ended(None if failed else outcome, failed or error, worker.generation.code)
 
     def _on_lost(self, worker: _Worker) -> None:
         """The channel ended: the process is gone or about to go; its episodes end with it."""
@@ -329,7 +303,7 @@ class WorkerPool:
             why = worker.why or "it ended"
             log.warning("worker %d is gone (%s); its %d episodes fail", worker.process.pid, why, len(worker.episodes))
         now = time.monotonic()
-        for slot, (_, deadline) in list(worker.episodes.items()):
+        for slot, (_, deadline, _) in list(worker.episodes.items()):
             late = now >= deadline
             error = "timeout: the worker hung and was killed" if late else "worker_killed: its worker process ended"
             self._end(worker, slot, None, worker.why or error)
@@ -346,13 +320,13 @@ class WorkerPool:
             elif now - worker.born > self._limits.start_s:
                 self._problem = self._slow_start()
             return
-        overdue = [slot for slot, (_, deadline) in worker.episodes.items() if now > deadline]
+        overdue = [slot for slot, (_, deadline, _) in worker.episodes.items() if now > deadline]
         if overdue and now - worker.pulsed > self._limits.stall_s:
             log.error("worker %d has not turned its loop for %.1f s; killed", worker.process.pid, now - worker.pulsed)
             worker.kill()
             return
         for slot in overdue:
-            player, deadline = worker.episodes[slot]
+            player, deadline, _ = worker.episodes[slot]
             if now > deadline + self._limits.grace_s and now - worker.pulsed < self._limits.stall_s:
                 worker.left_running += 1
                 worker.channel.send(Cancel(slot))

@@ -25,7 +25,7 @@ from astraflow.rollout.context.trie import trajectories
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.gateway.dialect import failure
 from astraflow.rollout.gateway.episode import EpisodeCapture
-from astraflow.rollout.pool import Player, Pool
+from astraflow.rollout.players import Player, Pool
 from astraflow.rollout.worker.channel import Answer, Ask, Channel
 from astraflow.types import Episode, EpisodeLease, Outcome, Trajectory, error_kind
 
@@ -43,6 +43,7 @@ class RunnerOptions:
     delay_s: float = 0.0  # added to every call of a workflow
     max_tokens: int | None = None  # of an episode that is handed in; None: any number
     patience_s: float = 0.5  # an episode waits so long for the newest weights: what starts fresh is rarely dropped
+    step_timeout_s: float = 0.0  # an episode that makes no call for so long fails; 0: none does
     park_s: float | None = None  # an episode that nobody takes goes back after so long; None: it waits to its deadline
 
 
@@ -142,6 +143,7 @@ class Runner:
             await asyncio.sleep(min(period_s, self._options.patience_s))
             self.start_waiting()
             self._expire_waiting()
+            self._fail_idle()
 
     def _expire_waiting(self) -> None:
         """Give up on episodes whose weights (or worker) did not come in time: they fail, as data."""
@@ -151,6 +153,13 @@ class Runner:
             late = [p for p, v in play.lease.min_versions.items() if p not in engines or engines[p].version < v]
             what = f"weights: of {', '.join(late)}" if late else "worker_killed: a worker process"
             self.end(play, None, f"{what} did not come in {play.timeout_s:.3g} s")
+
+    def _fail_idle(self) -> None:
+        limit_s = self._options.step_timeout_s
+        for play in list(self._plays.values()) if limit_s else ():
+            if play.slot >= 0 and self._gateway.idle_s(play.key) > limit_s:
+                error = f"step_timeout: the workflow made no call for {limit_s:.3g} s; see workflow.step_timeout_s"
+                self._pool.fail(play.slot, error)
 
     def cancel(self, attempts: Iterable[tuple[str, int]]) -> None:
         """Stop playing these (episode id, attempt) whose lease is no longer ours; nothing of them is committed. A later

@@ -21,9 +21,10 @@ class NodeStats:
     sampled_tokens, prefill_tokens, requests, swaps, ...: summed over the engines; busy_s: their mean, so that idle time
     is 1 - its growth per second of uptime_s. running, waiting: gauges, requests in the engines. episodes_in_play,
     episodes_waiting, commit_backlog: gauges. episodes_done, episodes_failed/<kind>, calls, loop_cpu_s (CPU of the event
-    loop's thread: gateway, runner and channels, all calls together), workers_restarted, weight_failures, unreachable,
-    commits/<result>, gateway/<counter>. With `weights.check`, weights_checked: versions compared with what the engine
-    computes with; weights_wrong: those with which it does not. With a door, swarm/... (`Swarm.stats`).
+    loop's thread: gateway, runner and channels, all calls together), workers_restarted, edits and edits_refused (of
+    the workflow's files), weight_failures, unreachable, commits/<result>, gateway/<counter>. With `weights.check`,
+    weights_checked: versions compared with what the engine computes with; weights_wrong: those with which it does not.
+    With a door, swarm/... (`Swarm.stats`).
     """
 
     def __init__(self, committer: Committer) -> None:
@@ -51,6 +52,11 @@ class NodeStats:
         """Policy -> version in force."""
         return {name: engine.version for name, engine in self._engines.items()}
 
+    def notes(self) -> dict[str, str]:
+        """For people: the version of the workflow's code, and why the newest edit is not played."""
+        pool = self._parts[2] if self._parts is not None else None
+        return pool.notes() if pool is not None else {}
+
     def read(self) -> dict[str, float]:
         """The values now; empty while the node is being built."""
         if self._parts is None:
@@ -77,6 +83,8 @@ class NodeStats:
             calls=float(sum(runner.num_calls for runner in runners)),
             loop_cpu_s=time.thread_time() - self._cpu_at_start,
             workers_restarted=float(pool.num_restarts if pool is not None else 0),
+            edits=float(pool.num_edits if pool is not None else 0),
+            edits_refused=float(pool.num_refused_edits if pool is not None else 0),
             weight_failures=float(sum(w.num_failures for w in weights.values())),
             unreachable=float(self._committer.reach.num_failures),
         )

@@ -45,16 +45,32 @@ def lease(kind, number=0, *, timeout_s=20.0, attempt=1, version=0):
 class Bench:
     """A runner on worker processes; episodes land in `episodes` in the order in which they end."""
 
-    def __init__(self, workflow, engine, max_tokens=None, *, workers=1, limits=LIMITS, watch=False, **hello):
+    def __init__(
+        self,
+        workflow,
+        engine,
+        max_tokens=None,
+        *,
+        workers=1,
+        limits=LIMITS,
+        watch=False,
+        call_timeout_s=0.0,
+        step_timeout_s=0.0,
+        **hello,
+    ):
         self.engine = engine
-        self.gateway = Gateway({"actor": PolicyEndpoint(engine, CharChat(), BracketParser())})
+        self.gateway = Gateway({"actor": PolicyEndpoint(engine, CharChat(), BracketParser())}, call_timeout_s)
         type_name = workflow if ":" in workflow else f"rollout_scripts:{workflow}"
         told = Hello(type_name, {}, ["actor"], "http://127.0.0.1:1/v1", limits.pulse_s, **hello)
         self.pool = WorkerPool(workers, told, lambda: self.runner.start_waiting(), limits, watch=watch)
         self.episodes = []
         self.ended = asyncio.Event()
         self.runner = Runner(
-            RunnerOptions("n", 100, max_tokens=max_tokens), self.gateway, {"actor": engine}, self.pool, self._add
+            RunnerOptions("n", 100, max_tokens=max_tokens, step_timeout_s=step_timeout_s),
+            self.gateway,
+            {"actor": engine},
+            self.pool,
+            self._add,
         )
 
     def _add(self, episode):
@@ -78,7 +94,7 @@ async def bench(workflow="play_by_kind", *, held=False, max_context=4096, versio
         engine.load_weights(version, {})
     made = Bench(workflow, engine, max_tokens, **options)
     await made.pool.start()
-    watch = asyncio.create_task(made.pool.watch())
+    watch = asyncio.gather(made.pool.watch(), made.runner.keep_deadlines(LIMITS.pulse_s))
     try:
         yield made
     finally:

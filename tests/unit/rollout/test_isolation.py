@@ -19,6 +19,14 @@ from astraflow.types import Outcome
 async def play(task, llm):
     kind = task["kind"]
     await llm["actor"].chat([{"role": "user", "content": "1+1?"}])
+    if kind == "idle":
+        await asyncio.sleep(3600)
+    if kind == "blocked":
+        time.sleep(3600)
+    if kind == "busy":
+        for _ in range(6):
+            await asyncio.sleep(0.1)
+            await llm["actor"].chat([{"role": "user", "content": "1+1?"}])
     if kind == "raise_base":
         raise KeyboardInterrupt("not from a keyboard")
     if kind == "exit":
@@ -132,6 +140,24 @@ async def test_what_takes_its_worker_with_it_is_told_by_kind_and_the_pool_goes_o
         assert after[1].error is None
         assert made.pool.num_restarts == 1
         assert set(made.runner.endings) == {error.split(":")[0], "done"}
+
+
+async def test_a_call_that_takes_too_long_fails_and_is_cancelled(workflow):
+    async with bench(workflow(), held=True, call_timeout_s=0.1) as made:
+        (episode,) = await made.play(lease("fine", 0))
+        assert episode.error.startswith(
+            "call_timeout: call=0.1 s is all that a call may take; ask for fewer tokens, or"
+        )
+        assert made.engine.stats()["running"] == 0
+
+
+@pytest.mark.parametrize("kind", ["idle", "blocked"])
+async def test_a_workflow_that_makes_no_call_for_too_long_fails_and_a_busy_one_does_not(workflow, kind):
+    async with bench(workflow(), step_timeout_s=0.5, workers=2) as made:
+        idle, busy = await made.play(lease(kind, 0), lease("busy", 1))
+        assert idle.error.startswith("step_timeout: the workflow made no call for 0.5 s")
+        assert busy.error is None
+        assert made.pool.num_restarts == (kind == "blocked")
 
 
 @pytest.mark.parametrize("kind", ["child_stays", "fork_stays"])

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 
 import msgspec
 import numpy as np
@@ -57,8 +59,9 @@ _REMEMBERED_KEYS = 4096  # closed keys that still get 410 instead of 401
 class Gateway:
     """Serves the policies of one node to the agents of its episodes."""
 
-    def __init__(self, policies: Mapping[str, PolicyEndpoint]) -> None:
-        self._policies = dict(policies)
+    def __init__(self, policies: Mapping[str, PolicyEndpoint], call_timeout_s: float = 0.0) -> None:
+        """`call_timeout_s`: a call that takes longer fails; 0: none does."""
+        self._policies, self._call_timeout_s = dict(policies), call_timeout_s
         self._episodes: dict[str, OpenEpisode] = {}
         self._wakeups = _Wakeups()
         self._closed: deque[str] = deque(maxlen=_REMEMBERED_KEYS)
@@ -109,6 +112,30 @@ class Gateway:
         calls = {name: dense(capture.calls) for name, capture in episode.captures.items()}
         return EpisodeCapture(episode.lease, calls)
 
+    def idle_s(self, key: str) -> float:
+        """Since when the open episode has made no call; 0 while it makes one."""
+        episode = self._episode(key)
+        return 0.0 if episode.num_calling else time.monotonic() - episode.called
+
+    @asynccontextmanager
+    async def _calling(self, key: str) -> AsyncIterator[OpenEpisode]:
+        """Around each call, of any dialect: its deadline, and the time without a call that begins with its end."""
+        episode = self._episode(key)
+        episode.num_calling += 1
+        try:
+            async with asyncio.timeout(self._call_timeout_s or None) as limit:
+                yield episode
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise GatewayError(
+                "call", f"{self._call_timeout_s:.3g} s", "is all that a call may take",
+                "ask for fewer tokens, or raise workflow.call_timeout_s", 504, "call_timeout",
+            ) from None  # fmt: skip
+        finally:
+            episode.num_calling -= 1
+            episode.called = time.monotonic()
+
     def check_key(self, key: str) -> None:
         """Raise GatewayError (401, or 410 after the episode) unless `key` belongs to an open episode."""
         self._episode(key)
@@ -116,9 +143,12 @@ class Gateway:
     async def chat(self, key: str, request: ChatRequest) -> ChatCompletion:
         """One call.
 
-        Raises: GatewayError: 400 bad request, 401 or 410 key, 404 policy, 499 cancelled, 503 engine.
+        Raises: GatewayError: 400 bad request, 401 or 410 key, 404 policy, 499 cancelled, 503 engine, 504 deadline.
         """
-        episode = self._episode(key)
+        async with self._calling(key) as episode:
+            return await self._chat(key, episode, request)
+
+    async def _chat(self, key: str, episode: OpenEpisode, request: ChatRequest) -> ChatCompletion:
         capture = self._capture(episode, request.model)
         refuse_unserved(request)
         stops = stop_strings(request)

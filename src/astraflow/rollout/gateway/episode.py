@@ -42,11 +42,13 @@ class PolicyCapture:
 
 
 class OpenEpisode:
-    __slots__ = ("captures", "lease", "running")
+    __slots__ = ("called", "captures", "lease", "num_calling", "running")
 
     def __init__(self, lease: EpisodeLease, captures: dict[str, PolicyCapture]) -> None:
         self.lease, self.captures = lease, captures
         self.running: dict[str, tuple[PolicyEndpoint, asyncio.Future[Generation]]] = {}
+        self.num_calling = 0
+        self.called = time.monotonic()  # when the last call ended, or the episode began
 
 
 class Turn(msgspec.Struct):

@@ -40,6 +40,7 @@ class SwarmOptions:
     dead_after_s: float
     max_episodes: int  # in play at once, through this door
     max_episode_tokens: int
+    step_timeout_s: float = 0.0
     token: str | None = None
 
 
@@ -58,8 +59,9 @@ class Swarm:
         self._signs = SignsOfLife(gateway)
         self.pool = SwarmPool(options.dead_after_s, self._signs, self._on_asked, asyncio.get_running_loop().time)
         plays = RunnerOptions(
-            options.node_id, options.max_episodes, max_tokens=options.max_episode_tokens, park_s=_PARK_S
-        )
+            options.node_id, options.max_episodes, max_tokens=options.max_episode_tokens, park_s=_PARK_S,
+            step_timeout_s=options.step_timeout_s,
+        )  # fmt: skip
         self.runner = Runner(plays, gateway, engines, self.pool, on_episode, newest, self._on_given_back)
         self.door = create_door(self.pool, create_app(gateway), self._signs, self._waiting, options.token)
         self._changed = asyncio.Event()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from astraflow.rollout.pool import Player
+from astraflow.rollout.players import Player
 from astraflow.rollout.swarm.clients import Over, Records
 from astraflow.types import Outcome
 from astraflow.wire.app import HttpError
@@ -110,6 +110,12 @@ class SwarmPool:
         if (held := self._slots.get(slot)) is not None:
             self._close(held, "cancelled", "it was cancelled by the run")
             held.player.ended(None, "cancelled: the episode was stopped")
+
+    def fail(self, slot: int, error: str) -> None:
+        """Its time is over; its client hears so when its next heartbeat names it."""
+        if (held := self._slots.get(slot)) is not None:
+            self._close(held, "timeout", error)
+            held.player.ended(None, error)
 
     # of the door
 

@@ -20,8 +20,11 @@ Ask = Callable[[bytes], Awaitable[tuple[int, bytes]]]
 """Sends the JSON of one request to the gateway; gives status and JSON."""
 
 
+_KINDS = {"context_length_exceeded": "overlong", "call_timeout": "call_timeout"}
+
+
 class CallError(EpisodeError):
-    """The gateway refused or failed a call. `kind`: overlong, engine or gateway; `status` as over HTTP."""
+    """The gateway refused or failed a call. `kind`: overlong, call_timeout, engine, gateway; `status` as over HTTP."""
 
     def __init__(self, kind: str, status: int, message: str, code: str | None = None) -> None:
         self.kind, self.status, self.code = kind, status, code
@@ -205,6 +208,6 @@ def _failure(status: int, body: bytes) -> CallError:
         message, code = str(error["message"]), error.get("code")
     except (msgspec.DecodeError, KeyError, TypeError):
         return CallError("gateway", status, f"status {status}: {body[:200]!r}")
-    if code == "context_length_exceeded":
-        return CallError("overlong", status, message, code)
+    if code in _KINDS:
+        return CallError(_KINDS[code], status, message, code)
     return CallError("engine" if status >= 500 else "gateway", status, message, code)

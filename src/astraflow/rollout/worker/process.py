@@ -41,7 +41,7 @@ class WorkerProcess(Generic[P]):
     trial: bool  # of edited code; plays nothing until it is known to work
     born: float
     pulsed: float  # monotonic, when it was last heard of
-    episodes: dict[int, tuple[P, float]] = field(default_factory=dict)  # slot -> player, deadline
+    episodes: dict[int, tuple[P, float, str]] = field(default_factory=dict)  # slot -> player, deadline, "" or its error
     left_running: int = 0
     ready: bool = False
     retiring: bool = False  # gets no more episodes
