@@ -50,8 +50,8 @@ def packed_attention(
     if isinstance(pack_layout.tree, TreeMask):
         output = tree_flex(query, key, value, pack_layout.tree.within(window), scaling)[0].transpose(0, 1)
     else:
-        rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-        output = _rows_attention(*rows, pack_layout, scaling, window)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        output = _rows_attention(query, key, value, pack_layout, scaling, window)
     output = output[None]
     return output if exchange is None else exchange.to_tokens(output), None
 

@@ -3,7 +3,7 @@
 - row: prompt and sampled tokens of one branch; a fork gets its parent's prefix in front, masked out
 - sequence: a row cut just before its last trained token: that token is a target, never an input
 - pack: sequences longest first, at most `tokens_per_microbatch` (or one longer sequence); what they have in common from
-  their start on is there once (models/scoring/prefixes.py) where that is worth it
+  their start on is there once (models/scoring/trees/prefixes.py) where that is worth it
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import pyarrow as pa
 
 from astraflow.errors import TrainingError
 from astraflow.models.scoring.offsets import offsets, ramps
-from astraflow.models.scoring.prefixes import (
-    SHARED_COST,
+from astraflow.models.scoring.trees.prefixes import (
     clusters,
     joined,
     shared_with_previous,
@@ -189,8 +188,8 @@ def _bins(token_ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, capaci
     """Which sequences share a pack, first fit decreasing over runs of sequences with a common start; sorted by ids."""
     order = sort_by_ids(token_ids, starts, lengths)
     shared = shared_with_previous(token_ids, starts[order], lengths[order])
-    runs, costs = clusters(shared, lengths[order], capacity)
-    chosen, bounds = first_fit(costs, SHARED_COST * capacity)
+    runs, tokens = clusters(shared, lengths[order], capacity)
+    chosen, bounds = first_fit(tokens, capacity)
     return [
         order[np.concatenate([np.arange(runs[i].start, runs[i].stop) for i in np.sort(chosen[a:b])])]
         for a, b in pairwise(bounds)

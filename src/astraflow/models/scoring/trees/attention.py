@@ -32,12 +32,12 @@ class Kernel:
     window: int | None  # a query sees so many tokens, itself included; None: all before it
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
+        self, inputs: Sequence[torch.Tensor], mask: torch.Tensor | None, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and norms. `mask`: [n, m] bool instead of `causal`."""
-        rows = [x.transpose(1, 2) for x in (query, key, value)]
+        rows = [x.transpose(1, 2) for x in inputs]
         output, norm = _forward(
-            *rows, 0.0, causal and mask is None, attn_mask=_added(mask, query.dtype), scale=self.scaling
+            *rows, 0.0, causal and mask is None, attn_mask=_added(mask, inputs[0].dtype), scale=self.scaling
         )
         if mask is not None:  # the kernel says 0 where a query sees no key
             norm = norm.masked_fill(~mask.any(1), -torch.inf)
@@ -57,17 +57,13 @@ class Kernel:
         if self.window is None or self.window >= bucket.length:
             return None
         position = torch.arange(bucket.length, device=device)
-        return self._seen(position, position)
+        return _seen(position, position, self.window)
 
     def stretch_mask(self, stretch: Stretch, depths: torch.Tensor) -> torch.Tensor | None:
         """[n, m]; None: all of it."""
         if self.window is None:
             return None
-        return self._seen(depths[stretch.readers], depths[stretch.keys])
-
-    def _seen(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        age = queries[:, None] - keys
-        return (age >= 0) & (age < self.window)
+        return _seen(depths[stretch.readers], depths[stretch.keys], self.window)
 
 
 class TreeAttention(torch.autograd.Function):
@@ -78,14 +74,14 @@ class TreeAttention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeLayout, kernel: Kernel
     ) -> torch.Tensor:
         found = [
-            kernel.forward(*part, kernel.own_mask(bucket, query.device), True)
+            kernel.forward(part, kernel.own_mask(bucket, query.device), True)
             for bucket, part in zip(tree.buckets, _own_parts(tree, query, key, value), strict=True)
         ]
         outputs, norms = (torch.cat([x.flatten(0, 1) for x in column]) for column in zip(*found, strict=True))
         output, norm = outputs.index_select(0, tree.own).float(), norms.index_select(0, tree.own)
         for stretch in tree.stretches:
             part = _stretch_part(stretch, query, key, value)
-            more = kernel.forward(*part, kernel.stretch_mask(stretch, tree.depths), False)
+            more = kernel.forward(part, kernel.stretch_mask(stretch, tree.depths), False)
             _merge(output[stretch.readers], norm[stretch.readers], more[0][0].float(), more[1][0])
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, norm)
@@ -147,6 +143,12 @@ def _merge(output: torch.Tensor, norm: torch.Tensor, more: torch.Tensor, more_no
     whole = torch.logaddexp(norm, more_norm)
     output.mul_((norm - whole).exp_()[..., None]).addcmul_(more, (more_norm - whole).exp_()[..., None])
     norm.copy_(whole)
+
+
+def _seen(queries: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:
+    """[n, m] bool, of positions [n] and [m]."""
+    age = queries[:, None] - keys
+    return (age >= 0) & (age < window)
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

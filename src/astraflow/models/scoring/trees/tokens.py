@@ -1,6 +1,6 @@
 """The tree of a pack whose sequences share their starts, and how attention reads it without going twice along a path.
 
-The computed tokens lie depth first, each sequence with what it does not share (models/scoring/prefixes.py):
+The computed tokens lie depth first, each sequence with what it does not share (models/scoring/trees/prefixes.py):
 
     place     0 1 2 3 4 5 6 | 7 8 9 | 10 11       7 8 9 continue 0 .. 3, and 10 11 continue 0 1
     read by   -----------------------------       own tokens: causal attention inside each sequence's own
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from astraflow.models.scoring.offsets import offsets, ramps
-from astraflow.models.scoring.prefixes import shared_with_previous
+from astraflow.models.scoring.trees.prefixes import shared_with_previous
 
 WORTH_TOKENS = 128  # a stretch that saves fewer repeated positions costs more than it saves
 

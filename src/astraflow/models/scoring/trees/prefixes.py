@@ -7,7 +7,7 @@ too. Sorted by their ids, sequences with a common start are neighbours; a tree o
     7 1 5          its sequences:   0 1 2 3,  0 1 4,  5 6
     2 2
 
-Everything in a decoder but attention looks at one token at a time; attention reads whole sequences by these places.
+Everything in a decoder but attention looks at one token at a time; attention reads the tree (models/scoring/trees).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ JOIN = (
     8  # neighbours stay together when 1 / JOIN of the later one is shared: a common first token is not worth a gather
 )
 _BLOCK_TOKENS = 1 << 20  # compared at once: bounds memory
-SHARED_COST = 4  # a shared position costs 1 / SHARED_COST of a computed one: only attention reads it
 
 
 def sort_by_ids(token_ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -61,20 +60,20 @@ def joined(shared: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def clusters(shared: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[slice], np.ndarray]:
-    """Runs of sorted sequences that belong into one pack, and the cost of each in 1 / SHARED_COST tokens.
+    """Runs of sorted sequences that belong into one pack, and the computed tokens of each.
 
+    A run that would be too large is cut, and what its parts share is then computed once in each.
     Args: shared: [S] as `shared_with_previous` says. capacity: computed tokens that a run may have; a longer sequence
         is a run of its own.
     """
-    costs = (SHARED_COST * lengths - (SHARED_COST - 1) * shared).tolist()
-    alone = (SHARED_COST * lengths).tolist()
+    own, alone = (lengths - shared).tolist(), lengths.tolist()
     follows = joined(shared, lengths).tolist()
     runs: list[slice] = []
     totals: list[int] = []
-    for place, cost in enumerate(costs):
-        if follows[place] and totals[-1] + cost <= SHARED_COST * capacity:
+    for place, tokens in enumerate(own):
+        if follows[place] and totals[-1] + tokens <= capacity:
             runs[-1] = slice(runs[-1].start, place + 1)
-            totals[-1] += cost
+            totals[-1] += tokens
         else:
             runs.append(slice(place, place + 1))
             totals.append(alone[place])
