@@ -24,7 +24,6 @@ from astraflow.errors import ConfigError
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import state_tensors
 from astraflow.models.registry import model_directory
-from astraflow.models.scoring.forward import prepare_model
 from astraflow.models.scoring.packing import rows_from_table
 from astraflow.models.scoring.recompute import recompute_activations
 from astraflow.training.audit import Auditor
@@ -41,6 +40,7 @@ from astraflow.training.credit.truncation import without_truncated
 from astraflow.training.feed.publisher import publisher_for
 from astraflow.training.guards.batches import SKIPPED, check_rows, keeping_skipped, longest_row
 from astraflow.training.guards.memory import naming_memory
+from astraflow.training.guards.packed import prepared_as_itself
 from astraflow.training.guards.resumed import check_same_model
 from astraflow.training.optimize.flops import StepCost, peak_tflops
 from astraflow.training.optimize.minibatches import groups_of
@@ -125,9 +125,10 @@ class Learner:
         self._device = device_of(self.section.trainer.device)
         with naming_memory(self.policy, self.section):
             self.model.to(self._device)  # type: ignore[arg-type]
+            prepared_as_itself(self.model, f"policies.{self.policy}.model")
             if self.section.trainer.gradient_checkpointing:
                 recompute_activations(self.model)
-            self._score = scoring_of(prepare_model(self.model), self._ranks)
+            self._score = scoring_of(self.model, self._ranks)
 
     def train(self, table: pa.Table) -> dict[str, float]:
         """One step on the rows of a batch; the next version is under way when this returns: readers wait for it.

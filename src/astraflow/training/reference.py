@@ -33,8 +33,8 @@ from astraflow.models.load import load_model, load_tensors
 from astraflow.models.lora.adapter import PREFIX
 from astraflow.models.lora.layers import lora_tensors
 from astraflow.models.registry import model_directory
-from astraflow.models.scoring.forward import prepare_model
 from astraflow.models.scoring.packing import Pack
+from astraflow.training.guards.packed import prepared_as_itself
 from astraflow.training.parallel.ranks import ALONE, Ranks
 from astraflow.training.parallel.scoring import Scoring, scoring_of
 
@@ -131,7 +131,7 @@ def load_reference(
     """The reference of `policy`, whose trained model is `model` and came from `directory`.
 
     Args: first_version: gives the tensors of version 0 as published; asked for after a warm start only.
-    Raises: ModelError: it cannot be loaded, or reads other tokens than the policy.
+    Raises: ModelError: it cannot be loaded or packed, or reads other tokens than the policy.
     """
     section = config.policies[policy]
     assert section.algorithm.penalty is not None
@@ -156,8 +156,9 @@ def load_reference(
             load_tensors(frozen, first_version())
     frozen.requires_grad_(False)
     frozen.to(model.device)  # type: ignore[arg-type]
+    prepared_as_itself(frozen, f"algorithm.{section.algorithm.reference_setting}")
     log.info("the reference of %s is %s", policy, name or ("version 0" if warm else directory))
-    return Reference(prepare_model(frozen), score=scoring_of(frozen, ranks))
+    return Reference(frozen, score=scoring_of(frozen, ranks))
 
 
 def check_tokens(setting: str, name: str, other: Path, policy: Path) -> None:
