@@ -121,12 +121,16 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "kl in the reward", Case(M2po(), budget=90, kl="reward")
 
 
-def compared(rank: int, place: Path, family: str) -> dict[str, tuple[float, dict[str, tuple[float, float]]]]:
-    """For each case: the relative distance of the gradients of all updates, and the metrics that differ by more than
-    rounding."""
-    ranks = Ranks(rank, dist.get_world_size())
+def compared(
+    rank: int, place: Path, family: str, tensor: int = 1, context: int = 1, names: tuple[str, ...] = ()
+) -> dict[str, tuple[float, dict[str, tuple[float, float]]]]:
+    """For each case (of `names`, default all): the relative distance of the gradients of all updates, and the metrics
+    that differ by more than rounding."""
+    ranks = Ranks(rank, dist.get_world_size(), tensor, context)
     found = {}
     for name, case in cases():
+        if names and name not in names:
+            continue
         alone, one = _step(family, case, ALONE)
         together, many = _step(family, case, ranks)
         differ = {

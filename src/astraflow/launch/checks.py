@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -25,6 +26,7 @@ from astraflow.dataflow.operators.chain import chain_of
 from astraflow.dataflow.operators.source.chain import source_chain_of
 from astraflow.errors import AstraFlowError, ConfigError, ModelError, Problem, SourceError
 from astraflow.models.lora.targets import BUILT_IN_LAYERS, matching, stored_layers
+from astraflow.models.parts import check_parts
 from astraflow.models.stored import stored_shapes
 from astraflow.observe.trackers import TRACKERS
 from astraflow.stages.context import StageRun, build_stage
@@ -142,7 +144,7 @@ def model_problems(config: RunConfig) -> list[str]:
             except ModelError as error:
                 thing = setting if error.value == model else f"{setting}: {error.thing}"
                 problems.append(str(Problem(thing, error.value, error.rule, error.fix)))
-    return problems or _lora_problems(config)
+    return problems or [*_lora_problems(config), *_part_problems(config)]
 
 
 def _lora_problems(config: RunConfig) -> list[str]:
@@ -156,6 +158,20 @@ def _lora_problems(config: RunConfig) -> list[str]:
         for target in policy.lora.targets:
             try:
                 matching(target.rpartition(".")[2] if built_in else target, BUILT_IN_LAYERS if built_in else layers)
+            except ModelError as error:
+                problems.append(str(Problem(f"policies.{name}.{error.thing}", error.value, error.rule, error.fix)))
+    return problems
+
+
+def _part_problems(config: RunConfig) -> list[str]:
+    """Models that cannot be divided as the trainer is to. Whether their layers can be cut is known when they are
+    loaded."""
+    problems = []
+    for name, policy in config.policies.items():
+        trainer, path = policy.trainer, Path(policy.model).expanduser() / "config.json"
+        if policy.model not in BUILT_IN_MODELS:
+            try:
+                check_parts(json.loads(path.read_bytes()), trainer.tensor_parallel, trainer.context_parallel)
             except ModelError as error:
                 problems.append(str(Problem(f"policies.{name}.{error.thing}", error.value, error.rule, error.fix)))
     return problems

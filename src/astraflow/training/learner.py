@@ -79,7 +79,7 @@ class Learner:
         """
         self.config, self.policy = config, policy
         self.section: PolicySection = config.policies[policy]
-        self._should_stop, self._ranks = should_stop, ranks
+        self._should_stop, self._ranks = should_stop, ranks.arranged(self.section.trainer)
         self.root = run_dir / "checkpoints" / policy
         self._skipped = run_dir / SKIPPED / policy
         torch.manual_seed(config.run.seed)

@@ -186,7 +186,7 @@ class Stepper:
 
     def _placed(self, rows: TokenRows, groups: np.ndarray | None, select: np.ndarray | None = None) -> PlacedPacks:
         budget = self.settings.tokens_per_microbatch
-        return placed_packs(rows, budget, select, groups=groups, num_ranks=self._ranks.size)
+        return placed_packs(rows, budget, select, groups=groups, num_teams=self._ranks.num_teams)
 
     @torch.no_grad()
     def scored(self, placed: PlacedPacks, score: Callable[[Pack], torch.Tensor]) -> list[np.ndarray]:
@@ -226,8 +226,9 @@ class Stepper:
                 log_ratio = log_ratios(logprobs, tokens.behavior_logprobs)
                 ratios = ratio_sums(log_ratio, tokens.sequences, len(tokens.lengths))
                 facts = sums | ratios | {"loss": loss.detach(), "entropy": entropies.detach().sum()}
+                told = counts and self._ranks.speaks
                 for name, value in facts.items():
-                    totals.add(name, value if counts else torch.zeros_like(value))
+                    totals.add(name, value if told else torch.zeros_like(value))
                 largest = log_ratio.amax()
                 before = totals.largest_log_ratio
                 totals.largest_log_ratio = largest if before is None else torch.maximum(before, largest)

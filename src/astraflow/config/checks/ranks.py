@@ -10,13 +10,19 @@ def rank_problems(config: RunConfig) -> list[str]:
     return [
         problem
         for name, policy in config.policies.items()
-        if policy.trainer.ranks > 1
+        if policy.trainer.ranks > 1 or policy.trainer.tensor_parallel * policy.trainer.context_parallel > 1
         for problem in _problems(f"policies.{name}", policy)
     ]
 
 
 def _problems(where: str, policy: PolicySection) -> list[str]:
-    problems, ranks = [], f"{where}.trainer.ranks={policy.trainer.ranks}"
+    problems, trainer = [], policy.trainer
+    ranks, team = f"{where}.trainer.ranks={trainer.ranks}", trainer.tensor_parallel * trainer.context_parallel
+    if trainer.ranks % team:
+        problems.append(
+            f"{ranks} must be a multiple of trainer.tensor_parallel={trainer.tensor_parallel} times "
+            f"trainer.context_parallel={trainer.context_parallel}; use {-(-trainer.ranks // team) * team}, or lower one"
+        )
     if policy.lora is not None:
         problems.append(
             f"{ranks} cannot be with {where}.lora: an adapter is trained by one process, which has the whole base; use "

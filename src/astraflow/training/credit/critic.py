@@ -111,7 +111,7 @@ class Critic:
     def update(self, placed: PlacedPacks, judged: Judged, step: int, under: Under, ranks: Ranks) -> dict[str, float]:
         """One optimizer step on these packs of a judged batch, in `step` (from 1); metrics by slash name.
 
-        Each of `ranks` holds the whole critic and computes its own packs.
+        Each of `ranks` holds the whole critic; one of each team computes its packs.
         Args: under: of each forward pass.
         Raises: TrainingError: the third loss or gradient in a row that is not finite.
         """
@@ -119,7 +119,7 @@ class Critic:
         num_tokens = sum(pack.num_targets for pack in placed.packs)
         totals = torch.zeros(2, dtype=torch.float64)
         for pack, places, owner in zip(*placed, strict=True):
-            if owner != ranks.rank:
+            if owner != ranks.team or not ranks.speaks:
                 continue
             with under():
                 values = self.model(pack)

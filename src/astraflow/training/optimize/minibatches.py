@@ -20,8 +20,8 @@ from astraflow.training.parallel.division import divided
 
 
 class PlacedPacks(NamedTuple):
-    """Packs, for each the places [N] of its targets in the flat columns of the rows that it is made of, and the rank
-    that computes it."""
+    """Packs, for each the places [N] of its targets in the flat columns of the rows that it is made of, and the team of
+    ranks that computes it."""
 
     packs: list[Pack]
     places: list[np.ndarray]
@@ -30,18 +30,18 @@ class PlacedPacks(NamedTuple):
 
 def placed_packs(
     rows: TokenRows, tokens_per_microbatch: int, select: np.ndarray | None = None, *, groups: np.ndarray | None = None,
-    num_ranks: int = 1,
+    num_teams: int = 1,
 ) -> PlacedPacks:  # fmt: skip
-    """As `pack_rows`, with places; each rank's rows by themselves. `groups`: as of `divided`."""
+    """As `pack_rows`, with places; each team's rows by themselves. `groups`: as of `divided`."""
     numbered = replace(rows, versions=np.arange(len(rows.versions)))
     found = [
-        (rank, pack)
-        for rank, part in enumerate(divided(rows, groups, num_ranks, select))
+        (team, pack)
+        for team, part in enumerate(divided(rows, groups, num_teams, select))
         for pack in pack_rows(numbered, tokens_per_microbatch, part)
     ]
     places = [pack.versions for _, pack in found]
     packs = [replace(pack, versions=rows.versions[at]) for (_, pack), at in zip(found, places, strict=True)]
-    return PlacedPacks(packs, places, [rank for rank, _ in found])
+    return PlacedPacks(packs, places, [team for team, _ in found])
 
 
 def groups_of(table: pa.Table) -> np.ndarray:

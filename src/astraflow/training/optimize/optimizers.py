@@ -42,8 +42,8 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.
     """The optimizer of all parameters that are trained; matrices decay, vectors (norms, biases) do not."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    listed: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in listed if group["params"]]
+    groups: list[dict[str, Any]] = [{"params": own} for own in _by_ranks(matrices)]
+    groups += [{"params": own, "weight_decay": 0.0} for own in _by_ranks(vectors)]
     lr, betas, eps, decay = section.lr, section.betas, section.eps, section.weight_decay
     match section.type:
         case "adamw":
@@ -52,6 +52,19 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.
             return AdamW8bit(groups, lr=lr, betas=betas, eps=eps, weight_decay=decay)
         case "sgd":
             return torch.optim.SGD(groups, lr=lr, momentum=section.momentum, weight_decay=decay)
+
+
+def _by_ranks(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those that the same ranks hold parts of together, as a fused update wants them."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = None
+        if type(parameter) is not nn.Parameter:  # whose parts
+            from torch.distributed.tensor import DTensor  # a second to load
+
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        found.setdefault(mesh, []).append(parameter)
+    return list(found.values())
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

@@ -12,12 +12,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from astraflow.config.schema import TrainerSection
 from astraflow.errors import TrainingError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT_S = 1800.0  # for a step, a checkpoint, or word of rank 0, which sends some every few seconds while it waits
 
@@ -40,11 +44,64 @@ class RankPlace:
     local_rank: int = 0  # among those of this host: the number of its GPU
 
 
-class Ranks:
-    """This process among the ranks. As it is made without arguments: the only one."""
+class Meshes(NamedTuple):
+    """The ranks with whom this one does what."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+    context: DeviceMesh  # divides attention by heads
+    tensor: DeviceMesh  # divides linear layers
+    team: DeviceMesh  # context x tensor: divides the tokens of a pack
+    parts: DeviceMesh  # data x context: shares its part of linear layers
+    ranks: DeviceMesh  # shares all other weights
+
+
+class Ranks:
+    """This process among the ranks. As it is made without arguments: the only one.
+
+    They are data x context x tensor, the last one fastest: `context` * `tensor` neighbours are a team, which computes a
+    pack together.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, tensor: int = 1, context: int = 1) -> None:
+        """Raises: TrainingError: teams of that size do not make up all ranks."""
+        self.rank, self.size, self.tensor, self.context = rank, size, tensor, context
+        self._meshes: Meshes | None = None
+        if size % (tensor * context):
+            raise TrainingError(
+                "ranks", size, f"must be a multiple of trainer.tensor_parallel={tensor} times "
+                f"trainer.context_parallel={context}", "start another number of ranks, or lower one of these",
+            )  # fmt: skip
+
+    def arranged(self, trainer: TrainerSection) -> Ranks:
+        """These ranks in teams, as `trainer` says."""
+        return Ranks(self.rank, self.size, trainer.tensor_parallel, trainer.context_parallel)
+
+    @property
+    def num_teams(self) -> int:
+        """How many packs are computed at once."""
+        return self.size // (self.tensor * self.context)
+
+    @property
+    def team(self) -> int:
+        """The number of this rank's team."""
+        return self.rank // (self.tensor * self.context)
+
+    @property
+    def speaks(self) -> bool:
+        """What this rank's team found counts once: as this rank has it."""
+        return self.rank % (self.tensor * self.context) == 0
+
+    def meshes(self, device_type: str) -> Meshes:
+        """Made at the first call, which all ranks make at once."""
+        if self._meshes is None:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            shape = (self.num_teams, self.context, self.tensor)
+            mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", "context", "tensor"))
+            self._meshes = Meshes(
+                context=mesh["context"], tensor=mesh["tensor"], team=mesh["context", "tensor"]._flatten("team"),
+                parts=mesh["data", "context"]._flatten("parts"), ranks=mesh._flatten("ranks"),
+            )  # fmt: skip
+        return self._meshes
 
     @property
     def leads(self) -> bool:

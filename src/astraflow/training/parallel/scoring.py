@@ -32,12 +32,11 @@ def _whole(
 
 def clipped_norm(model: nn.Module, most: float, ranks: Ranks) -> torch.Tensor:
     """Norm of the gradient of the whole model as it was, float32; above `most` the gradient is scaled down to it."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), most)
-    if ranks.many:
-        from astraflow.training.parallel.sharding import whole
+    if not ranks.many:
+        return nn.utils.clip_grad_norm_(model.parameters(), most).float()
+    from astraflow.training.parallel.sharding import clipped_parts
 
-        norm = whole(norm)
-    return norm.float()
+    return clipped_parts(model, most).float()
 
 
 def scoring_of(model: PreTrainedModel, ranks: Ranks) -> Scoring:
@@ -49,4 +48,4 @@ def scoring_of(model: PreTrainedModel, ranks: Ranks) -> Scoring:
         return partial(_whole, model)
     from astraflow.training.parallel.sharding import ShardedPolicy  # a second to load
 
-    return ShardedPolicy(model)
+    return ShardedPolicy(model, ranks)

@@ -13,28 +13,39 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from astraflow.models.load import state_tensors
+from astraflow.models.parts import check_parts
 from astraflow.models.scoring.forward import PackedPolicy, Scores
 from astraflow.models.scoring.packing import Pack
+from astraflow.models.scoring.team import ALONE
+from astraflow.training.parallel.ranks import Ranks
+from astraflow.training.parallel.team import TeamOfRanks
+from astraflow.training.parallel.tensor import check_plan, split_linears
 
 
 class ShardedPolicy:
     """Call it on all ranks at once."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._policy = model, PackedPolicy(model)
-        mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
+    def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
+        """Raises: ModelError: it cannot be computed by teams of that size."""
+        check_parts(model.config.to_dict(), ranks.tensor, ranks.context)
+        if ranks.tensor > 1:
+            check_plan(model)
+        meshes = ranks.meshes(model.device.type)
+        team = TeamOfRanks(meshes.team, meshes.context) if meshes.team.size() > 1 else ALONE
+        self._model, self._policy = model, PackedPolicy(model, team)
+        cut = split_linears(model, meshes.tensor) if ranks.tensor > 1 else set()
         layers = set(model._no_split_modules or ())
-        for module in model.modules():
-            if type(module).__name__ in layers:
-                fully_shard(module, mesh=mesh)
-        fully_shard(self._policy, mesh=mesh)  # what is in no layer: embeddings, last norm, head
+        for layer in model.modules():
+            if type(layer).__name__ in layers:
+                fully_shard([module for module in layer.modules() if module in cut] or [layer], mesh=meshes.parts)
+        fully_shard(self._policy, mesh=meshes.ranks)  # what is in none of these: embeddings, last norm, head
         for module in self._policy.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -69,6 +80,23 @@ class ShardedPolicy:
             finally:
                 for name, tensor in kept.items():
                     own[name].copy_(tensor)
+
+
+def clipped_parts(model: nn.Module, most: float) -> torch.Tensor:
+    """As `clip_grad_norm_`, of gradients that lie over several meshes."""
+    by_mesh: dict[DeviceMesh, list[torch.Tensor]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            assert isinstance(parameter.grad, DTensor)
+            by_mesh.setdefault(parameter.grad.device_mesh, []).append(parameter.grad)
+    norms = [whole(nn.utils.get_total_norm(own)) for own in by_mesh.values()]
+    norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    scale = (most / (norm + 1e-6)).clamp(max=1.0)
+    for own in by_mesh.values():
+        for gradient in own:
+            assert isinstance(gradient, DTensor)
+            gradient.to_local().mul_(scale)
+    return norm
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

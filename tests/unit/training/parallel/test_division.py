@@ -46,7 +46,7 @@ def test_only_what_is_selected_and_trained_counts():
 
 
 def test_a_rank_with_less_to_do_keeps_others_company():
-    placed = placed_packs(_rows([30, 4, 4, 4]), 16, num_ranks=3)
+    placed = placed_packs(_rows([30, 4, 4, 4]), 16, num_teams=3)
     listed = [list(turns(placed.owners, placed.packs, Ranks(rank, 3))) for rank in range(3)]
     assert len({len(own) for own in listed}) == 1, "all make as many passes"
     counted = sorted(i for own in listed for i, counts in own if counts)
