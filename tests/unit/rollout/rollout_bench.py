@@ -94,9 +94,10 @@ async def bench(workflow="play_by_kind", *, held=False, max_context=4096, versio
         engine.load_weights(version, {})
     made = Bench(workflow, engine, max_tokens, **options)
     await made.pool.start()
-    watch = asyncio.gather(made.pool.watch(), made.runner.keep_deadlines(LIMITS.pulse_s))
+    loops = [asyncio.create_task(c) for c in (made.pool.watch(), made.runner.keep_deadlines(LIMITS.pulse_s))]
     try:
         yield made
     finally:
-        watch.cancel()
+        for loop in loops:
+            loop.cancel()
         await made.pool.close()
