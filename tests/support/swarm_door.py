@@ -94,8 +94,9 @@ class DoorBench:
         asyncio.run_coroutine_threadsafe(self.swarm.tell_over(), self._loop).result(LIMIT_S)
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(LIMIT_S)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(LIMIT_S)
 
     def __enter__(self):
         return self
