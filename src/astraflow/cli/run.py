@@ -72,6 +72,8 @@ def run(
     token = token_from_env()
     check_bind(config.dataflow.host, token, "dataflow.host")
     check_bind(config.weights.host, token, "weights.host")
+    if config.rollout.swarm is not None:
+        check_bind(config.rollout.swarm.host, token, "rollout.swarm.host")
     cores = os.cpu_count() or 1
     if dry_run:
         for spec in plan_processes(config, cores):

@@ -110,6 +110,12 @@ def _apply(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     return problems
 
 
+def read_overrides(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """`--a.b=value` as nested tables, and what is wrong with the others."""
+    raw: dict[str, Any] = {}
+    return raw, _apply(raw, words)
+
+
 def _assign(node: Any, path: list[str], value: Any) -> None:
     for part in path[:-1]:
         if isinstance(node, list):
@@ -246,12 +252,13 @@ def _check_components(config: RunConfig) -> list[str]:
         except Problem as error:
             problems.append(str(error))
     from astraflow.config.checks.ranks import rank_problems
+    from astraflow.config.checks.swarm import swarm_problems
     from astraflow.config.checks.training import training_problems
     from astraflow.config.operators import check_operators  # loads numpy, which --help must not
     from astraflow.config.serving import serving_problems
 
     problems += check_operators(config) + serving_problems(config)
-    return problems + training_problems(config) + rank_problems(config)
+    return problems + training_problems(config) + rank_problems(config) + swarm_problems(config)
 
 
 def torch_components(config: RunConfig) -> Iterator[tuple[str, str, Component]]:

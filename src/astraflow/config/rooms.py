@@ -32,6 +32,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
     "workflows": {
         "single_turn": "astraflow.workflows.single_turn:SingleTurn",
         "tool_use": "astraflow.workflows.tool_use:ToolUse",
+        "swarm": "astraflow.workflows.elsewhere:Elsewhere",
     },
     "environments": {
         "calculator": "astraflow.environments.calculator:Calculator",

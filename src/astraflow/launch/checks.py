@@ -194,6 +194,10 @@ def check_ports(config: RunConfig) -> None:
         for setting, section in (("dataflow.port", config.dataflow), ("weights.port", config.weights)):
             if section.port:
                 bound.enter_context(closing(bind(section.host, section.port, setting)))
+        swarm = config.rollout.swarm
+        if swarm is not None and swarm.port:
+            for place in range(len(config.rollout.nodes)):
+                bound.enter_context(closing(bind(swarm.host, swarm.port + place, "rollout.swarm.port")))
 
 
 def check_play(config: RunConfig) -> dict[str, int]:

@@ -49,6 +49,10 @@ class RunDirectory:
         """Where the dataflow service says its URL once it answers."""
         return self.journal / "ready.json"
 
+    def door_file(self, process: str) -> Path:
+        """Where a node says the URL of its swarm door once that answers."""
+        return self.path / "doors" / f"{process}.json"
+
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
 

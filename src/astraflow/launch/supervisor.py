@@ -84,6 +84,7 @@ class Supervisor:
         self._wake = threading.Event()
         self._interrupts = 0
         self._poller: StatusPoller | None = None
+        self._doors: dict[str, str] = {}  # process -> URL of its swarm door, kept over its restarts
 
     @property
     def num_restarts(self) -> int:
@@ -147,6 +148,8 @@ class Supervisor:
             if url is not None:
                 self._answered(url)
                 yield Ready()
+        if self.config.rollout.swarm is not None:
+            self._look_at_doors()
         if self._poller is not None:
             status = self._poller.newest()
             if status is not None:
@@ -156,6 +159,15 @@ class Supervisor:
                 elif status["finished"]:
                     yield Finished()
         yield Tick()
+
+    def _look_at_doors(self) -> None:
+        for name, child in self._children.items():
+            if child.spec.role != "node" or name in self._doors:
+                continue
+            url = read_ready(self.directory.door_file(name), child.popen.pid)
+            if url is not None:
+                self._doors[name] = url
+                self.progress.note(f"swarm clients join {name} at {url}")
 
     def _answered(self, url: str) -> None:
         self.url = url
@@ -205,7 +217,17 @@ class Supervisor:
         node = next(n for n in self.config.rollout.nodes if n.name == spec.subject)
         shape = ["--concurrency", str(node.concurrency), "--workers", str(node.workers), "--delay-s", str(node.delay_s)]
         shape += ["--worker-memory-bytes", str(node.worker_memory_bytes), *(["--watch"] if node.watch else [])]
-        return ["node", "--name", node.name, *shape, *common]
+        return ["node", "--name", node.name, *shape, *self._door_of(spec), *common]
+
+    def _door_of(self, spec: ProcessSpec) -> list[str]:
+        """What opens the door of a node, on the port that clients know already if it is started again."""
+        swarm = self.config.rollout.swarm
+        if swarm is None:
+            return []
+        place = [node.name for node in self.config.rollout.nodes].index(spec.subject)
+        port = urlsplit(self._doors.get(spec.name, "")).port or (swarm.port and swarm.port + place)
+        host = f"[{swarm.host}]" if ":" in swarm.host else swarm.host
+        return ["--swarm", f"{host}:{port}", "--swarm-ready-file", str(self.directory.door_file(spec.name))]
 
     def _signal(self, instruction: Signal) -> None:
         child = self._children.get(instruction.name)
