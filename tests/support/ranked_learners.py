@@ -27,6 +27,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "updates": {"batch": {"epochs": 2, "minibatches": 2}, "algorithm": {"kl": {"coef": 0.1}, "loss": "m2po"}},
     "critic": {"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}},
 }
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tensor": {"trainer": {"tensor_parallel": 2, "gradient_checkpointing": True, "audit_trajectories": 2}},
+    "context": {"trainer": {"context_parallel": 2, "audit_trajectories": 2}},
+    "critic in context": {
+        "trainer": {"context_parallel": 2},
+        "algorithm": {"advantage": "gae"},
+        "critic": {"lr": 1e-3},
+    },
+}
 
 
 def batch(step: int) -> pa.Table:
@@ -44,7 +54,7 @@ def batch(step: int) -> pa.Table:
 
 
 def config_of(model: Path, variant: str) -> RunConfig:
-    return run_config(model, {"optimizer": {"lr": 1e-2, "schedule": "cosine"}, **VARIANTS[variant]})
+    return run_config(model, {"optimizer": {"lr": 1e-2, "schedule": "cosine"}, **(VARIANTS | LAYOUTS)[variant]})
 
 
 @contextlib.contextmanager

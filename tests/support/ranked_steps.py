@@ -29,6 +29,7 @@ from astraflow.algorithms.losses.gspo import Gspo
 from astraflow.algorithms.losses.m2po import M2po
 from astraflow.algorithms.losses.ppo_clip import PpoClip
 from astraflow.config.schema import KlSection
+from astraflow.errors import AstraFlowError
 from astraflow.models.load import state_tensors
 from astraflow.models.scoring.forward import packed_logprobs, prepare_model
 from astraflow.models.scoring.packing import TokenRows, rows_from_lists
@@ -176,6 +177,39 @@ def under_other_weights(rank: int, place: Path) -> tuple[float, float, bool]:
     after = (score(pack, 1.0).logprobs - packed_logprobs(own, pack, 1.0).logprobs).abs().max()
     same = all(torch.equal(whole(p), b) for p, b in zip(spread.parameters(), before, strict=True))
     return float(far), float(after), same
+
+
+def stepped(rank: int, place: Path, family: str, tensor: int, context: int) -> dict[str, tuple[float, float]]:
+    """For each parameter how far its gradient, and itself after one step of AdamW, are from those of one rank."""
+    ranks = Ranks(rank, dist.get_world_size(), tensor, context)
+    alone, many = (_after_one_step(family, of) for of in (ALONE, ranks))
+    return {
+        name: tuple(float((a - b).norm() / a.norm()) for a, b in zip(alone[name], many[name], strict=True))
+        for name in alone
+    }  # type: ignore[misc]
+
+
+def _after_one_step(family: str, ranks: Ranks) -> dict[str, list[torch.Tensor]]:
+    model = tiny(family)
+    stepper, seen = _stepper_of(model, 1e-3, ranks), {}
+
+    def keep(*_: Any) -> None:
+        seen.update({name: [whole(p.grad).clone()] for name, p in model.named_parameters() if p.grad is not None})
+
+    stepper.optimizer.register_step_pre_hook(keep)
+    stepper.step(batch(), VERSION)
+    for name, parameter in model.named_parameters():
+        seen[name].append(whole(parameter.detach()))
+    return seen
+
+
+def refused(rank: int, place: Path, family: str, tensor: int, context: int) -> str:
+    """What is said of a model that cannot be divided so."""
+    try:
+        scoring_of(tiny(family), Ranks(rank, dist.get_world_size(), tensor, context))
+    except AstraFlowError as error:
+        return str(error)
+    return "divided"
 
 
 def learn(rank: int, place: Path, family: str, steps: int, lr: float) -> list[float]:

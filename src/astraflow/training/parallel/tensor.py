@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedModel
 
 from astraflow.errors import ModelError
+from astraflow.models.linear import FastLinear
 
 _COLUMNS, _ROWS, _WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 _STYLES = {
@@ -42,6 +43,9 @@ def check_plan(model: PreTrainedModel) -> None:
 
 def split_linears(model: PreTrainedModel, mesh: DeviceMesh) -> set[nn.Module]:
     """Cut the linear layers of `model` over `mesh`, in place; returns those that hold a part now."""
+    for module in model.modules():
+        if type(module) is FastLinear:
+            module.__class__ = nn.Linear  # its kernels know no parts
     for layer in model.modules():
         if type(layer).__name__ in (model._no_split_modules or ()):
             parallelize_module(layer, mesh, dict(_styles()))
