@@ -53,6 +53,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0  # 0: off
     max_tokens: int = 256  # >= 1, new tokens of one call
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own EOS
+    logprob_temperature: float | None = None  # > 0, of the logprobs alone; None: `temperature`
     seed: int | None = None  # None: the engine's own stream
 
 
@@ -87,7 +88,9 @@ class Call(msgspec.Struct, frozen=True):
     index: int  # order of arrival within the episode and policy, from 0
     prompt_ids: np.ndarray  # [P] int32
     generation: Generation
+    sampling: Sampling | None = None  # as it was in force; None: not known
     forked: bool = False  # True: the chat template was not append-only here, the prompt was tokenised afresh
+    agent: str = ""  # who asked (`model = "<policy>@<agent>"`); empty: it has no name
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

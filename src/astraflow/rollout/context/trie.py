@@ -5,7 +5,7 @@
     call 2: [system user] -> C            branch 2: fork of 0 after `system`: D    (call 3, a rewritten history)
     call 3: [system note] -> note D
 
-A prompt is laid along the longest path that is there already, over given and sampled tokens alike. If it covers a
+A prompt is laid along the longest path of its agent that is there already, over given and sampled tokens alike. If it covers a
 branch to its tip, the branch grows; else a new branch forks where they part. Sampled tokens are never laid over others:
 two equal replies are two branches and keep their weight.
 
@@ -88,12 +88,16 @@ def full_sequence(branches: Sequence[Trajectory], branch: int) -> np.ndarray:
 
 def _place(branches: list[_Branch], call: Call) -> None:
     prompt = call.prompt_ids
-    if len(branches) == 1 and branches[0].common(prompt, 0) == branches[0].length:  # the usual linear agent
-        branches[0].add(call)
-        return
+    if len(branches) == 1 and branches[0].last.agent == call.agent:  # the usual linear agent
+        if branches[0].common(prompt, 0) == branches[0].length:
+            branches[0].add(call)
+            return
     shared: list[int] = []  # per branch: length of the prefix of its path that the prompt shares
     longest, where, at_tip = 0, -1, False
     for number, branch in enumerate(branches):
+        if branch.last.agent != call.agent:
+            shared.append(0)
+            continue
         inherited = shared[branch.parent] if branch.parent >= 0 else 0
         length = branch.common(prompt, branch.fork_at) if inherited >= branch.fork_at else inherited
         shared.append(length)

@@ -1,6 +1,6 @@
 """Token-exact prompts: a follow-up call reuses the ids of the longest context it continues and tokenises the rest.
 
-The contexts of one episode and policy are a tree of messages; where a reply of ours ended there is a `Context`. A
+The contexts of one episode, policy and agent (`model = "<policy>@<agent>"`) are a tree of messages; where a reply of ours ended there is a `Context`. A
 request walks down the tree message by message. The deepest context it passes gives the ids, exactly as they were
 given and sampled; only the text after them is encoded:
 
@@ -22,6 +22,16 @@ from astraflow.errors import GatewayError, ModelError
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint, Tools
 from astraflow.rollout.gateway.messages import MessageKey, read_messages
 from astraflow.types import Message
+
+
+def policy_of(model: str) -> str:
+    """The policy that a request names."""
+    return model.partition("@")[0]
+
+
+def agent_of(model: str) -> str:
+    """The agent that asks; empty: it has no name."""
+    return model.partition("@")[2]
 
 
 class Context:
@@ -69,7 +79,7 @@ class Reply(NamedTuple):
 
 
 class Contexts:
-    """All contexts of one episode and policy. Not thread-safe: lives on the gateway's event loop."""
+    """All contexts of one episode, policy and agent. Not thread-safe: lives on the gateway's event loop."""
 
     __slots__ = ("_chat", "_endpoint", "_root")
 
