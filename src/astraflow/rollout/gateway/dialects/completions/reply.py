@@ -16,7 +16,7 @@ class CompletionLogprobs(msgspec.Struct):
 
     tokens: list[str]
     token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float]] | None  # None: no alternatives
     text_offset: list[int]
 
 
@@ -66,6 +66,8 @@ class CompletionStream:
 
     def frames(self, event: Event) -> Iterator[bytes]:
         """Server-sent events."""
+        if isinstance(event, Started):
+            yield b": started\n\n"  # a comment: the reply has begun, although nothing is said yet
         for piece in self._pieces(event):
             yield data_frame(msgspec.json.encode(piece))
         if isinstance(event, Finished):
@@ -111,11 +113,10 @@ def data_frame(body: bytes) -> bytes:
 
 
 def _logprobs(tokens: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
-    rows = CompletionLogprobs([], [], [], [])
+    rows = CompletionLogprobs([], [], None, [])
     for token in tokens:
         rows.tokens.append(token.token)
         rows.token_logprobs.append(token.logprob)
-        rows.top_logprobs.append({top.token: top.logprob for top in token.top_logprobs})
         rows.text_offset.append(offset)
         offset += len(token.token)
     return rows

@@ -23,7 +23,7 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
     n: int | None = None
     best_of: int | None = None  # n
     stop: str | list[str] | None = None
-    logprobs: int | None = None  # so many alternatives beside the sampled token
+    logprobs: int | None = None  # 0 or 1: of the sampled tokens; more: of so many alternatives
     echo: bool | None = None
     suffix: str | None = None  # refused
     seed: int | None = None
@@ -71,7 +71,7 @@ def raw_request(request: CompletionRequest) -> RawRequest:
     raw.stream, raw.stream_options = request.stream, request.stream_options
     raw.return_token_ids = request.return_token_ids
     if request.logprobs is not None:
-        raw.logprobs, raw.top_logprobs = True, request.logprobs
+        raw.logprobs, raw.top_logprobs = True, request.logprobs if request.logprobs > 1 else None
     return raw
 
 

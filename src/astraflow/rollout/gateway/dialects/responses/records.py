@@ -115,9 +115,9 @@ def new_response(request: ResponsesRequest, completion_id: str, created: int) ->
     """The response to `request`, of which nothing is there yet."""
     shape = request.text.format if request.text is not None else None
     return ResponseRecord(
-        id=f"resp_{xxhash.xxh3_128_hexdigest(completion_id)}", created_at=created, background=bool(request.background),
-        instructions=request.instructions, max_output_tokens=request.max_output_tokens,
-        metadata=request.metadata or {}, model=request.model,
+        id=f"resp_{xxhash.xxh3_128_hexdigest(completion_id.encode())}", created_at=created,
+        background=bool(request.background), instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens, metadata=request.metadata or {}, model=request.model,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id, store=request.store is not False,
         text={"format": {"type": "text"} if shape is None else msgspec.to_builtins(shape)},

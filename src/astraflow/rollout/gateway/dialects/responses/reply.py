@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from astraflow.errors import AstraFlowError, GatewayError
-from astraflow.rollout.gateway.calls.events import Event, Finished, Reasoning, Text, ToolDelta
+from astraflow.rollout.gateway.calls.events import ChoiceEnded, Event, Finished, Reasoning, Text, ToolDelta
 from astraflow.rollout.gateway.dialect import ChatCompletion
 from astraflow.rollout.gateway.dialects.responses.records import (
     FunctionCallOut,
@@ -50,6 +50,9 @@ class ResponseBuilder:
             yield from self._reasoning(event)
         elif isinstance(event, ToolDelta):
             yield from self._tool(event)
+        elif isinstance(event, ChoiceEnded):
+            if isinstance(self._open, MessageOut):
+                self._open.content[0].logprobs += event.logprobs
         elif isinstance(event, Finished):
             yield from self._finish(event.completion)
 

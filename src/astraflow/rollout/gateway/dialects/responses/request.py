@@ -258,7 +258,7 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+    return None if choice == "auto" else choice  # what it is anyway, with or without tools
 
 
 def _response_format(shape: TextFormat) -> dict[str, Any]:
