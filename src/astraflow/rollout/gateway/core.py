@@ -3,57 +3,46 @@
 Transport-independent: `app` puts it behind HTTP, a runner calls it directly. All methods run on one event loop.
 
     open_episode(lease) -> key        one unguessable key per episode
-    chat(key, request)                prompt ids (reused or tokenised) -> engine -> Call recorded -> reply
+    chat(key, request)                prompt ids (reused or tokenised) -> engine -> Calls recorded -> reply
+    stream(key, request)              the same as events, while the engine samples
     close_episode(key) -> capture     the Calls per policy; what still runs is cancelled; the key is gone
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
-import numpy as np
 
 from astraflow.errors import AstraFlowError, EngineError, GatewayError
-from astraflow.rollout.gateway.contexts import Prompt, Reply
-from astraflow.rollout.gateway.dialect import (
-    ChatChunk,
-    ChatCompletion,
-    ChatRequest,
-    ToolCall,
-    chunks,
-    failure,
-    read_request,
-)
+from astraflow.rollout.gateway.calls.answer import capture, choice_of, completion_of, finish_reason, live_reply
+from astraflow.rollout.gateway.calls.events import ChoiceEnded, Event, Finished, Started
+from astraflow.rollout.gateway.calls.options import check_options
+from astraflow.rollout.gateway.calls.retries import Retries, Retry
+from astraflow.rollout.gateway.calls.run import Run, Sample
+from astraflow.rollout.gateway.calls.wakeups import Wakeups
+from astraflow.rollout.gateway.contexts import policy_of
+from astraflow.rollout.gateway.dialect import ChatCompletion, ChatRequest, failure, read_request
+from astraflow.rollout.gateway.dialects.responses.store import ResponseStore
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
-from astraflow.rollout.gateway.episode import (
-    EpisodeCapture,
-    OpenEpisode,
-    PolicyCapture,
-    Turn,
-    completion_of,
-    dense,
-)
-from astraflow.rollout.gateway.messages import assistant_key
-from astraflow.rollout.gateway.sampling import (
-    cut_at_stop,
-    effective,
-    overrides,
-    refuse_unserved,
-    single_token_stops,
-    stop_strings,
-)
-from astraflow.rollout.gateway.tools import Opening, read_whole
-from astraflow.types import Call, EpisodeLease, Generation, Sampling
+from astraflow.rollout.gateway.episode import EpisodeCapture, OpenEpisode, PolicyCapture, dense
+from astraflow.rollout.gateway.sampling import effective, for_choice, overridden, single_token_stops, stop_strings
+from astraflow.types import EpisodeLease, Generation, Sampling
 
+log = logging.getLogger("astraflow.node")
 MAX_CALLS = 32767  # of one policy in one episode: call_index travels as int16
 _REMEMBERED_KEYS = 4096  # closed keys that still get 410 instead of 401
+_COUNTERS = (
+    "calls", "cancelled", "engine_failures", "forks", "overlong", "sampling_overridden", "malformed_tool_calls",
+    "retries", "streams_cut", "prompt_tokens", "encoded_tokens", "sampled_tokens", "dropped_tokens",
+)  # fmt: skip
 
 
 class Gateway:
@@ -63,15 +52,9 @@ class Gateway:
         """`call_timeout_s`: a call that takes longer fails; 0: none does."""
         self._policies, self._call_timeout_s = dict(policies), call_timeout_s
         self._episodes: dict[str, OpenEpisode] = {}
-        self._wakeups = _Wakeups()
+        self._wakeups = Wakeups()
         self._closed: deque[str] = deque(maxlen=_REMEMBERED_KEYS)
-        self._counters = dict.fromkeys(
-            (
-                "calls", "cancelled", "engine_failures", "forks", "overlong", "sampling_overridden", "prompt_tokens",
-                "encoded_tokens", "sampled_tokens",
-            ),
-            0.0,
-        )  # fmt: skip
+        self._counters = dict.fromkeys(_COUNTERS, 0.0)
 
     @property
     def policies(self) -> list[str]:
@@ -98,72 +81,79 @@ class Gateway:
     def close_episode(self, key: str) -> EpisodeCapture:
         """End an episode: cancel what runs, give what finished. The key gets 410 from now on.
 
+        Of a stream that runs, an agent has what was sampled until now, so that is captured.
         Raises: GatewayError: the key is unknown or already closed.
         """
         episode = self._episode(key)
+        for run in tuple(episode.runs):
+            self._cut(episode, run, closed_error())
         del self._episodes[key]
         self._closed.append(key)
-        for request_id, (endpoint, waiter) in episode.running.items():
-            endpoint.engine.cancel(request_id)
-            if not waiter.done():
-                waiter.set_exception(_closed_error())
-            self._count_cancelled()
-        episode.running.clear()
         calls = {name: dense(capture.calls) for name, capture in episode.captures.items()}
         return EpisodeCapture(episode.lease, calls)
-
-    def idle_s(self, key: str) -> float:
-        """Since when the open episode has made no call; 0 while it makes one."""
-        episode = self._episode(key)
-        return 0.0 if episode.num_calling else time.monotonic() - episode.called
-
-    @asynccontextmanager
-    async def _calling(self, key: str) -> AsyncIterator[OpenEpisode]:
-        """Around each call, of any dialect: its deadline, and the time without a call that begins with its end."""
-        episode = self._episode(key)
-        episode.num_calling += 1
-        try:
-            async with asyncio.timeout(self._call_timeout_s or None) as limit:
-                yield episode
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise GatewayError(
-                "call", f"{self._call_timeout_s:.3g} s", "is all that a call may take",
-                "ask for fewer tokens, or raise workflow.call_timeout_s", 504, "call_timeout",
-            ) from None  # fmt: skip
-        finally:
-            episode.num_calling -= 1
-            episode.called = time.monotonic()
 
     def check_key(self, key: str) -> None:
         """Raise GatewayError (401, or 410 after the episode) unless `key` belongs to an open episode."""
         self._episode(key)
 
-    async def chat(self, key: str, request: ChatRequest) -> ChatCompletion:
-        """One call.
+    def idle_s(self, key: str) -> float:
+        """Since when the open episode has made no call; 0 while it makes one."""
+        episode = self._episode(key)
+        return 0.0 if episode.runs else time.monotonic() - episode.called
+
+    def max_context(self, policy: str) -> int:
+        """Longest prompt plus reply of a policy in tokens; 0: there is no such policy."""
+        endpoint = self._policies.get(policy_of(policy))
+        return 0 if endpoint is None else endpoint.max_context
+
+    def prompt_tokens(self, key: str, request: ChatRequest) -> int:
+        """How many tokens the prompt of `request` has; nothing is sampled or counted. Raises: as `chat`."""
+        return len(self._capture(self._episode(key), request.model).prompt(request).ids)
+
+    def responses(self, key: str) -> ResponseStore:
+        """Of the open episode. Raises: GatewayError: 401 or 410 key."""
+        return self._episode(key).responses
+
+    async def chat(self, key: str, request: ChatRequest, retry: Retry | None = None) -> ChatCompletion:
+        """One request. `retry`: what its headers say, for requests that may be repeated.
 
         Raises: GatewayError: 400 bad request, 401 or 410 key, 404 policy, 499 cancelled, 503 engine, 504 deadline.
         """
-        async with self._calling(key) as episode:
-            return await self._chat(key, episode, request)
+        episode = self._episode(key)
+        run = self._run_of(episode, request, retry, stream=False)
+        if run.outcome is None:
+            run.readers += 1
+            try:
+                while run.outcome is None:
+                    await run.change()
+            finally:
+                self._leave(episode, run)
+        if isinstance(run.outcome, Exception):
+            raise run.outcome
+        return run.outcome
 
-    async def _chat(self, key: str, episode: OpenEpisode, request: ChatRequest) -> ChatCompletion:
-        capture = self._capture(episode, request.model)
-        refuse_unserved(request)
-        stops = stop_strings(request)
-        prompt = capture.contexts.prompt(request.messages, request.tools)
-        sampling = self._admit(episode, capture, request, prompt, stops)
-        index = capture.next_index
-        capture.next_index += 1
-        request_id = f"{episode.lease.episode_id}/{episode.lease.attempt}/{capture.policy}/{index}"
-        generation = await self._generate(episode, capture.endpoint, request_id, prompt.ids, sampling)
-        if key not in self._episodes:
-            raise _closed_error()
-        text: str | None = None
-        if stops:
-            generation, text = cut_at_stop(generation, capture.endpoint.chat, stops)
-        return self._finish(capture, request, prompt, Turn(request_id, index, generation, text))
+    async def stream(self, key: str, request: ChatRequest, retry: Retry | None = None) -> AsyncGenerator[Event, None]:
+        """The same as events, see `calls.events`. Closing the generator is hanging up."""
+        episode = self._episode(key)
+        run = self._run_of(episode, request, retry, stream=True)
+        if isinstance(run.outcome, Exception) and not run.shown:
+            raise run.outcome
+        run.readers += 1
+        seen = 0
+        try:
+            while True:
+                while seen < len(run.events):
+                    event = run.events[seen]
+                    seen += 1
+                    run.shown = run.shown or not isinstance(event, Started)
+                    yield event
+                if isinstance(run.outcome, Exception):
+                    raise run.outcome
+                if run.outcome is not None:
+                    return
+                await run.change()
+        finally:
+            self._leave(episode, run)
 
     async def answer(self, key: str, body: bytes) -> tuple[int, bytes]:
         """`chat` for JSON: a status, and a completion (200) or OpenAI's error object. Does not stream."""
@@ -172,91 +162,243 @@ class Gateway:
         except AstraFlowError as error:
             return failure(error)
 
-    async def stream(self, key: str, request: ChatRequest) -> AsyncIterator[ChatChunk]:
-        """The same call as OpenAI's stream of chunks. Engines give whole turns, so the pieces come at the end."""
-        completion = await self.chat(key, request)
-        for chunk in chunks(completion, include_usage=bool((request.stream_options or {}).get("include_usage"))):
-            yield chunk
-
     def _episode(self, key: str) -> OpenEpisode:
         episode = self._episodes.get(key)
         if episode is None:
             if key in self._closed:
-                raise _closed_error()
+                raise closed_error()
             raise GatewayError(
                 "api_key", "***", "is not the key of an open episode", "use llm[<policy>].api_key of this episode", 401,
                 "invalid_api_key",
             )  # fmt: skip
         return episode
 
-    def _capture(self, episode: OpenEpisode, policy: str) -> PolicyCapture:
-        capture = episode.captures.get(policy)
+    def _capture(self, episode: OpenEpisode, model: str) -> PolicyCapture:
+        capture = episode.captures.get(policy_of(model))
         if capture is None:
             known = ", ".join(sorted(episode.captures))
             raise GatewayError(
-                "model", policy, "is not a policy of this episode", f"known: {known}", 404, "model_not_found"
+                "model", model, "is not a policy of this episode", f"known: {known}", 404, "model_not_found"
             )  # fmt: skip
         return capture
 
-    def _admit(
-        self, episode: OpenEpisode, capture: PolicyCapture, request: ChatRequest, prompt: Prompt, stops: tuple[str, ...]
-    ) -> Sampling:
-        """The sampling of a call that may run; counts it."""
-        endpoint, length = capture.endpoint, len(prompt.ids)
+    def _run_of(self, episode: OpenEpisode, request: ChatRequest, retry: Retry | None, *, stream: bool) -> Run:
+        """The run that answers a request: that of an earlier try, or a new one."""
+        if retry is None:
+            return self._begin(episode, request, stream)
+        if episode.retries is None:
+            episode.retries = Retries()
+        run = episode.retries.find(request, retry, stream=stream)
+        if run is not None:
+            self._counters["retries"] += 1
+            return run
+        run = self._begin(episode, request, stream)
+        episode.retries.add(run, retry)
+        return run
+
+    def _begin(self, episode: OpenEpisode, request: ChatRequest, stream: bool) -> Run:
+        """Ask the engine for every sample of a request."""
+        capture = self._capture(episode, request.model)
+        check_options(request)
+        if request.tools:
+            capture.endpoint.check_tools(request.tools)
+        run = Run(request, capture, capture.prompt(request))
+        stops = stop_strings(request)
+        sampling = self._admit(episode, run, stops)
+        live = stream or bool(stops) or (request.parallel_tool_calls is False and bool(request.tools))
+        for choice in range(request.n or 1):
+            index = capture.next_index
+            capture.next_index += 1
+            request_id = f"{episode.lease.episode_id}/{episode.lease.attempt}/{capture.policy}/{index}"
+            reply = live_reply(run, choice, index, stops) if live else None
+            run.samples.append(Sample(choice, index, request_id, for_choice(sampling, choice), reply))
+        episode.runs.append(run)
+        if stream:
+            run.events.append(run.started())
+        for sample in run.samples:
+            self._submit(episode, run, sample)
+        if self._call_timeout_s and run.outcome is None:
+            run.deadline = asyncio.get_running_loop().call_later(self._call_timeout_s, self._expire, episode, run)
+        return run
+
+    def _admit(self, episode: OpenEpisode, run: Run, stops: tuple[str, ...]) -> Sampling:
+        """The sampling of a request that may run; counts it."""
+        request, capture, counters = run.request, run.capture, self._counters
+        endpoint, length, num = capture.endpoint, len(run.prompt.ids), run.request.n or 1
         room = endpoint.max_context - length
         if room < 1:
-            self._counters["overlong"] += 1
+            counters["overlong"] += 1
             raise GatewayError(
-                "prompt_tokens", length,
-                f"must be below the maximum context length of {endpoint.max_context} tokens (policy '{request.model}')",
+                "messages", length,
+                f"tokens are too many: this model's maximum context length is {endpoint.max_context} tokens, however your "
+                f"messages resulted in {length} tokens (policy '{request.model}')",
                 "shorten the messages or the tools", 400, "context_length_exceeded",
             )  # fmt: skip
-        if capture.next_index >= MAX_CALLS:
+        if capture.next_index + num > MAX_CALLS:
             raise GatewayError("calls", capture.next_index, f"must be <= {MAX_CALLS} in one episode", "end the episode")
         stop_ids = single_token_stops(endpoint.chat, stops) if stops else ()
-        sampling = effective(request, episode.lease, capture.sampling, room, stop_ids)
-        counters = self._counters
-        counters["calls"] += 1
-        counters["prompt_tokens"] += length
-        counters["encoded_tokens"] += prompt.encoded
-        if prompt.forked:
+        chosen = endpoint.agents_choose
+        sampling = effective(request, episode.lease, capture.sampling, room, stop_ids, chosen)
+        counters["calls"] += num
+        counters["prompt_tokens"] += length * num
+        counters["encoded_tokens"] += run.prompt.encoded
+        if run.prompt.forked:
             counters["forks"] += 1
-        if overrides(request, capture.sampling):
+        if overridden(request, capture.sampling, chosen):
             counters["sampling_overridden"] += 1
         return sampling
 
-    async def _generate(
-        self, episode: OpenEpisode, endpoint: PolicyEndpoint, request_id: str, ids: np.ndarray, sampling: Sampling
-    ) -> Generation:
-        loop = asyncio.get_running_loop()
+    def _submit(self, episode: OpenEpisode, run: Run, sample: Sample) -> None:
+        if run.outcome is not None:
+            return  # another choice has failed already
+        post, loop = self._wakeups.post, asyncio.get_running_loop()
+        sink = None if sample.live is None else partial(post, loop, self._on_tokens, episode, run, sample)
+        engine = run.capture.endpoint.engine
         try:
-            future = endpoint.engine.submit(request_id, ids, sampling)
-            if future.done():
-                generation = future.result()
-            else:
-                waiter: asyncio.Future[Generation] = loop.create_future()
-                episode.running[request_id] = (endpoint, waiter)
-                future.add_done_callback(self._wakeups.on_done(loop, waiter))
-                try:
-                    generation = await waiter
-                except asyncio.CancelledError:  # the agent went away
-                    if request_id in episode.running:
-                        endpoint.engine.cancel(request_id)
-                        self._count_cancelled()
-                    raise
-                finally:
-                    episode.running.pop(request_id, None)
+            future = engine.submit(sample.request_id, run.prompt.ids, sample.sampling, sink)
         except EngineError as error:
-            raise self._engine_failure(str(error)) from error
-        if generation.finish_reason == "cancelled":
-            self._count_cancelled()
-            raise GatewayError("request", request_id, "was cancelled", "ask again if the episode goes on", 499)
-        if generation.finish_reason == "error":
-            raise self._engine_failure("the generation ended in an error")
-        return generation
+            self._fail(episode, run, self._engine_failure(str(error)))
+            return
+        if future.done():
+            self._on_end(episode, run, sample, future)
+        else:
+            future.add_done_callback(partial(post, loop, self._on_end, episode, run, sample))
 
-    def _count_cancelled(self) -> None:
-        self._counters["cancelled"] += 1
+    def _on_tokens(
+        self, episode: OpenEpisode, run: Run, sample: Sample, ids: Sequence[int], logprobs: Sequence[float],
+        versions: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Tokens of a running sample. What comes after its end is dropped; its future says how many they were."""
+        if sample.generation is not None or run.outcome is not None or sample.live is None:
+            return
+        try:
+            events = sample.live.feed(ids, logprobs, versions)
+            if sample.live.stopped:
+                # A stop string or the only tool call is complete: what is sampled beyond it is not of this call.
+                run.capture.endpoint.engine.cancel(sample.request_id)
+                generation = sample.live.generation("stop")
+                self._sampled(episode, run, sample, generation, events + sample.live.end())
+            elif events and run.events:
+                run.publish(events)
+        except Exception as error:
+            self._broken(episode, run, error)
+
+    def _on_end(self, episode: OpenEpisode, run: Run, sample: Sample, future: Future[Generation]) -> None:
+        """The engine has ended a request."""
+        try:
+            generation = future.result()
+        except Exception as error:  # CancelledError of a future is one too
+            if run.outcome is None and sample.generation is None:
+                self._fail(episode, run, self._engine_failure(str(error) or "dropped the request"))
+            return
+        if sample.generation is not None or run.outcome is not None:
+            kept = 0 if sample.generation is None else len(sample.generation.token_ids)
+            self._counters["dropped_tokens"] += max(0, len(generation.token_ids) - kept)
+            return
+        try:
+            self._ended(episode, run, sample, generation)
+        except Exception as error:
+            self._broken(episode, run, error)
+
+    def _ended(self, episode: OpenEpisode, run: Run, sample: Sample, generation: Generation) -> None:
+        if generation.finish_reason in ("cancelled", "error"):
+            self._counters["dropped_tokens"] += len(generation.token_ids)
+            if generation.finish_reason == "error":
+                self._fail(episode, run, self._engine_failure("the generation ended in an error"))
+                return
+            error = GatewayError("request", sample.request_id, "was cancelled", "ask again if the episode goes on", 499)
+            self._fail(episode, run, error)
+            return
+        events: list[Event] = []
+        if sample.live is not None:
+            events = sample.live.feed_rest(generation) + sample.live.end()
+            if sample.live.stopped:
+                self._counters["dropped_tokens"] += len(generation.token_ids) - len(sample.live)
+                generation = sample.live.generation("stop")
+        self._sampled(episode, run, sample, generation, events)
+
+    def _sampled(
+        self, episode: OpenEpisode, run: Run, sample: Sample, generation: Generation, events: list[Event]
+    ) -> None:
+        """A sample is whole; with the last of them, so is the answer."""
+        sample.generation = generation
+        live = sample.live
+        if run.events and live is not None:
+            reason = finish_reason(live.words, generation)
+            run.publish([*events, ChoiceEnded(sample.choice, reason, live.words.stop, live.rest_of_logprobs())])
+        if all(other.generation is not None for other in run.samples):
+            completion = self._recorded(run)
+            if run.events:
+                run.events.append(Finished(completion))
+            self._over(episode, run, completion)
+
+    def _recorded(self, run: Run) -> ChatCompletion:
+        choices, num_sampled = [], 0
+        for sample in run.samples:
+            generation = sample.generation
+            assert generation is not None
+            words, malformed = capture(run, sample, generation)
+            self._counters["malformed_tool_calls"] += malformed
+            num_sampled += len(generation.token_ids)
+            choices.append(choice_of(run, sample, words, generation))
+        self._counters["sampled_tokens"] += num_sampled
+        return completion_of(run, choices, num_sampled)
+
+    def _fail(self, episode: OpenEpisode, run: Run, error: Exception) -> None:
+        """End a run by an error: nothing of it is captured."""
+        for sample in run.samples:
+            if sample.generation is None:
+                run.capture.endpoint.engine.cancel(sample.request_id)
+            else:
+                self._counters["dropped_tokens"] += len(sample.generation.token_ids)
+        self._over(episode, run, error)
+
+    def _cut(self, episode: OpenEpisode, run: Run, error: Exception) -> None:
+        """End a run for which nobody waits any more. An agent that has got a part of a stream acts on it, so what was
+        sampled until then is captured; nobody has seen anything of another run."""
+        self._counters["cancelled"] += sum(sample.generation is None for sample in run.samples)
+        if not run.shown:
+            self._fail(episode, run, error)
+            return
+        self._counters["streams_cut"] += 1
+        for sample in run.samples:
+            if sample.generation is None:
+                run.capture.endpoint.engine.cancel(sample.request_id)
+                if sample.live is None or not len(sample.live):
+                    continue
+                sample.live.end()
+                sample.generation = sample.live.generation("cancelled")
+            self._counters["sampled_tokens"] += len(sample.generation.token_ids)
+            capture(run, sample, sample.generation)
+        self._over(episode, run, error)
+
+    def _leave(self, episode: OpenEpisode, run: Run) -> None:
+        run.readers -= 1
+        if not run.readers and run.outcome is None:
+            self._cut(episode, run, GatewayError("connection", "closed", "was closed by the agent", "ask again", 499))
+
+    def _expire(self, episode: OpenEpisode, run: Run) -> None:
+        if run.outcome is None:
+            self._counters["cancelled"] += sum(sample.generation is None for sample in run.samples)
+            limit = f"{self._call_timeout_s:.3g} s"
+            self._fail(episode, run, GatewayError(
+                "call", limit, "is all that a call may take",
+                "ask for fewer tokens, or raise workflow.call_timeout_s", 504, "call_timeout",
+            ))  # fmt: skip
+
+    def _over(self, episode: OpenEpisode, run: Run, outcome: ChatCompletion | Exception) -> None:
+        episode.runs.remove(run)
+        episode.called = time.monotonic()
+        if run.deadline is not None:
+            run.deadline.cancel()
+        run.settle(outcome)
+
+    def _broken(self, episode: OpenEpisode, run: Run, error: Exception) -> None:
+        """A fault of the gateway itself is the error of this request, and of no other."""
+        log.error("a call of %s failed inside the gateway", episode.lease.episode_id, exc_info=error)
+        if run.outcome is None:
+            problem = f"gateway={type(error).__name__} inside; see the log of the node"
+            self._fail(episode, run, AstraFlowError(problem))
 
     def _engine_failure(self, reason: str) -> GatewayError:
         self._counters["engine_failures"] += 1
@@ -264,64 +406,7 @@ class Gateway:
             "engine", reason, "could not serve the request", "see the log of the node", 503, "engine_unavailable"
         )  # fmt: skip
 
-    def _finish(self, capture: PolicyCapture, request: ChatRequest, prompt: Prompt, turn: Turn) -> ChatCompletion:
-        """Record the call and its context, and write the reply."""
-        endpoint, generation = capture.endpoint, turn.generation
-        sampled = generation.token_ids
-        last = int(sampled[-1]) if len(sampled) and generation.finish_reason == "stop" else -1
-        eos_text = endpoint.eos_texts.get(last)
-        hidden = eos_text is not None or last in capture.sampling.stop_token_ids
-        text = turn.text if turn.text is not None else endpoint.chat.decode(sampled[:-1] if hidden else sampled)
-        content = text
-        calls: list[ToolCall] = []
-        if request.tools and request.tool_choice != "none":
-            reader = endpoint.tool_parser.open(Opening(request.tools, turn.index, prompt.text))
-            content, _, calls = read_whole(reader, text)
-        capture.calls.append(Call(capture.policy, turn.index, prompt.ids, generation, prompt.forked))
-        reply = Reply(
-            assistant_key(content, calls), sampled, text + (eos_text or ""), eos_text is not None, turn.index
-        )  # fmt: skip
-        capture.contexts.remember(prompt, reply)
-        self._counters["sampled_tokens"] += len(sampled)
-        return completion_of(request, prompt, turn, content, calls, endpoint)
 
-
-def _closed_error() -> GatewayError:
+def closed_error() -> GatewayError:
+    """What a call of a closed episode gets."""
     return GatewayError("api_key", "***", "belongs to an episode that is over", "stop calling", 410, "episode_closed")
-
-
-class _Wakeups:
-    """Carries finished generations from the engines' threads to the event loop, one wake-up for all at once."""
-
-    def __init__(self) -> None:
-        self._finished: deque[tuple[asyncio.Future[Generation], Future[Generation]]] = deque()
-        self._scheduled = False
-
-    def on_done(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Generation]) -> Callable[..., None]:
-        """What to call when the engine's future is done."""
-
-        def wake(future: Future[Generation]) -> None:  # in the engine's thread
-            self._finished.append((waiter, future))
-            if not self._scheduled and not loop.is_closed():
-                self._scheduled = True
-                loop.call_soon_threadsafe(self._settle_all)
-
-        return wake
-
-    def _settle_all(self) -> None:
-        self._scheduled = False  # before reading, so what is added while reading is read now or wakes us again
-        while self._finished:
-            waiter, future = self._finished.popleft()
-            if not waiter.done():
-                _settle(waiter, future)
-
-
-def _settle(waiter: asyncio.Future[Generation], future: Future[Generation]) -> None:
-    if future.cancelled():
-        waiter.set_exception(EngineError("request", "cancelled", "was dropped by the engine", "ask again"))
-        return
-    error = future.exception()
-    if error is not None:
-        waiter.set_exception(error)
-    else:
-        waiter.set_result(future.result())

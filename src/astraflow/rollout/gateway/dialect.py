@@ -6,7 +6,6 @@ Unknown request fields are ignored, as SDKs send many. Extras beyond OpenAI: `to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -14,8 +13,6 @@ from msgspec import UNSET, UnsetType
 
 from astraflow.errors import AstraFlowError, GatewayError
 from astraflow.types import Message
-
-PIECE_CHARS = 64  # of one streamed delta
 
 
 class ChatRequest(msgspec.Struct, kw_only=True):
@@ -26,12 +23,12 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None  # "auto" and "none" are served
     parallel_tool_calls: bool | None = None  # False: only the first call of a reply is one
-    temperature: float | None = None  # recorded, never followed: the lease's value wins
+    temperature: float | None = None  # the lease's value wins, unless the run file lets agents choose
     top_p: float | None = None  # likewise
     top_k: int | None = None  # likewise
     max_tokens: int | None = None  # at most the lease's
     max_completion_tokens: int | None = None  # newer name of max_tokens
-    n: int | None = None  # 1
+    n: int | None = None  # each choice is a call of its own
     stop: str | list[str] | None = None
     seed: int | None = None
     stream: bool | None = None
@@ -40,6 +37,23 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     top_logprobs: int | None = None  # 0
     response_format: dict[str, Any] | None = None  # {"type": "text"}
     return_token_ids: bool | None = None
+    presence_penalty: float | None = None  # this and the next three: the run's own sampling wins, which has none
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    modalities: list[str] | None = None  # ["text"]
+    audio: Any = None  # this and all below: refused by name, see calls.options
+    functions: Any = None
+    function_call: Any = None
+    logit_bias: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    chat_template_kwargs: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
 
 class RawRequest(ChatRequest, kw_only=True):
@@ -73,11 +87,11 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct):
-    """One sampled token; `logprob` at the sampling temperature."""
+    """One sampled token; `logprob` at the sampling temperature. `bytes` is None for a part of a character."""
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
     top_logprobs: list[Any]
 
 
@@ -88,7 +102,7 @@ class Logprobs(msgspec.Struct):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """The only choice of a completion."""
+    """One choice of a completion."""
 
     index: int = 0
     message: AssistantMessage
@@ -132,16 +146,17 @@ class Delta(msgspec.Struct, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
-    """The only choice of a chunk."""
+    """A piece of one choice."""
 
     index: int = 0
     delta: Delta
-    finish_reason: str | None = None  # set in the last chunk
-    logprobs: Logprobs | None = None  # all of them, in the last chunk
+    finish_reason: str | None = None  # set in the last chunk of a choice
+    logprobs: Logprobs | None = None  # of the tokens since the chunk before
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -197,42 +212,9 @@ def failure(error: AstraFlowError) -> tuple[int, bytes]:
     return status, msgspec.json.encode(ErrorReply(ErrorBody(str(error), kind, param, code)))
 
 
-def chunks(completion: ChatCompletion, *, include_usage: bool = False) -> Iterator[ChatChunk]:
-    """A finished completion as the events of a stream: role, pieces, finish reason, usage."""
-    choice = completion.choices[0]
-
-    def chunk(delta: Delta, finish: str | None = None, logprobs: Logprobs | None = None) -> ChatChunk:
-        piece = ChunkChoice(delta=delta, finish_reason=finish, logprobs=logprobs)
-        return ChatChunk(
-            id=completion.id, created=completion.created, model=completion.model, choices=[piece],
-            usage=None if include_usage else UNSET,
-        )  # fmt: skip
-
-    yield chunk(Delta(role="assistant", content=""))
-    for piece in _pieces(choice.message.content or ""):
-        yield chunk(Delta(content=piece))
-    for index, call in enumerate(choice.message.tool_calls or ()):
-        opening = ToolCallDelta(
-            index=index, id=call.id, type=call.type, function={"name": call.function.name, "arguments": ""}
-        )
-        yield chunk(Delta(tool_calls=[opening]))
-        for piece in _pieces(call.function.arguments):
-            yield chunk(Delta(tool_calls=[ToolCallDelta(index=index, function={"arguments": piece})]))
-    yield chunk(Delta(), choice.finish_reason, choice.logprobs)
-    if include_usage:
-        last = chunk(Delta())
-        last.choices, last.usage = [], completion.usage
-        yield last
-
-
 def sse(chunk: ChatChunk) -> bytes:
     """One server-sent event. A stream ends with `SSE_DONE`."""
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 SSE_DONE = b"data: [DONE]\n\n"
-
-
-def _pieces(text: str) -> Iterator[str]:
-    for start in range(0, len(text), PIECE_CHARS):
-        yield text[start : start + PIECE_CHARS]

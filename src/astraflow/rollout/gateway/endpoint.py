@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
 from astraflow.contracts import Engine
+from astraflow.rollout.gateway.calls.options import check_tools
 from astraflow.rollout.gateway.tools import ToolParser
 from astraflow.types import Message
 
@@ -43,13 +45,30 @@ class Chat(Protocol):
 class PolicyEndpoint:
     """One policy as the gateway serves it. Shared by all episodes of a node."""
 
-    def __init__(self, engine: Engine, chat: Chat, tool_parser: ToolParser, max_context: int | None = None) -> None:
-        """`max_context`: longest prompt plus reply in tokens; None: the engine's."""
+    def __init__(
+        self,
+        engine: Engine,
+        chat: Chat,
+        tool_parser: ToolParser,
+        max_context: int | None = None,
+        agents_choose: Iterable[str] = (),
+    ) -> None:
+        """`max_context`: longest prompt plus reply in tokens, None: the engine's; `agents_choose`: sampling parameters
+        that follow the agent's request instead of the run file."""
         self.engine, self.chat, self.tool_parser = engine, chat, tool_parser
+        self.agents_choose = frozenset(agents_choose)
         self.max_context = engine.max_context if max_context is None else min(max_context, engine.max_context)
         self.eos_texts = {int(i): chat.decode([int(i)], skip_special_tokens=False) for i in chat.eos_ids}
         self._texts: dict[Hashable, tuple[Tools, str]] = {}
         self._ids: dict[str, np.ndarray] = {}
+        self._good_tools: dict[bytes, None] = {}
+
+    def check_tools(self, tools: list[dict[str, Any]]) -> None:
+        """Raises: GatewayError (400): one of them is none. Equal tools are looked at once."""
+        key = msgspec.json.encode(tools)
+        if key not in self._good_tools:
+            check_tools(tools)
+            _keep(self._good_tools, key, None)
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text` as int32, not to be written to. Short texts are kept: siblings of a task ask for the same."""

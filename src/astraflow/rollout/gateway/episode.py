@@ -1,25 +1,19 @@
-"""What the gateway keeps of one episode, and the reply it writes for one call."""
+"""What the gateway keeps of one episode."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import msgspec
 
-from astraflow.rollout.gateway.contexts import Contexts, Prompt
-from astraflow.rollout.gateway.dialect import (
-    AssistantMessage,
-    ChatCompletion,
-    ChatRequest,
-    Choice,
-    Logprobs,
-    TokenLogprob,
-    ToolCall,
-    Usage,
-)
+from astraflow.rollout.gateway.calls.retries import Retries
+from astraflow.rollout.gateway.calls.run import Run
+from astraflow.rollout.gateway.contexts import Contexts, Prompt, Reply, agent_of
+from astraflow.rollout.gateway.dialect import ChatRequest, RawRequest
+from astraflow.rollout.gateway.dialects.raw import RawContexts
+from astraflow.rollout.gateway.dialects.responses.store import ResponseStore
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
-from astraflow.types import Call, EpisodeLease, Generation, Sampling
+from astraflow.types import Call, EpisodeLease, Sampling
 
 
 class EpisodeCapture(msgspec.Struct):
@@ -30,64 +24,42 @@ class EpisodeCapture(msgspec.Struct):
 
 
 class PolicyCapture:
-    """One policy in one episode."""
+    """One policy in one episode. Agents that have a name (`model = "<policy>@<agent>"`) continue their own calls only."""
 
-    __slots__ = ("calls", "contexts", "endpoint", "next_index", "policy", "sampling")
+    __slots__ = ("_contexts", "_raw", "calls", "endpoint", "next_index", "policy", "sampling")
 
     def __init__(self, policy: str, endpoint: PolicyEndpoint, sampling: Sampling) -> None:
         self.policy, self.endpoint, self.sampling = policy, endpoint, sampling
-        self.contexts = Contexts(endpoint)
+        self._contexts: dict[str, Contexts] = {}  # by agent
+        self._raw: dict[str, RawContexts] = {}
         self.calls: list[Call] = []
         self.next_index = 0
 
+    def prompt(self, request: ChatRequest) -> Prompt:
+        """Raises: GatewayError: it cannot be written."""
+        agent = agent_of(request.model)
+        if isinstance(request, RawRequest):
+            return self._raw.setdefault(agent, RawContexts(self.endpoint)).prompt(request.prompt)
+        return self._contexts.setdefault(agent, Contexts(self.endpoint)).prompt(request.messages, request.tools)
+
+    def remember(self, agent: str, prompt: Prompt, reply: Reply) -> None:
+        """A finished call may be continued."""
+        if prompt.node is None:
+            self._raw[agent].remember(prompt, reply.sampled)
+        else:
+            self._contexts[agent].remember(prompt, reply)
+
 
 class OpenEpisode:
-    __slots__ = ("called", "captures", "lease", "num_calling", "running")
+    __slots__ = ("called", "captures", "lease", "num_calling", "responses", "retries", "runs")
 
     def __init__(self, lease: EpisodeLease, captures: dict[str, PolicyCapture]) -> None:
         self.lease, self.captures = lease, captures
-        self.running: dict[str, tuple[PolicyEndpoint, asyncio.Future[Generation]]] = {}
+        self.runs: list[Run] = []  # in flight
+        self.responses = ResponseStore()
+        self.retries: Retries | None = None  # until a request comes that may be repeated
         self.num_calling = 0
         self.called = time.monotonic()  # when the last call ended, or the episode began
-
-
-class Turn(msgspec.Struct):
-    """One generation on its way to the reply."""
-
-    request_id: str
-    index: int
-    generation: Generation
-    text: str | None  # content before a stop string; None: no stop string occurred
-
-
-def completion_of(
-    request: ChatRequest, prompt: Prompt, turn: Turn, content: str, calls: list[ToolCall], endpoint: PolicyEndpoint
-) -> ChatCompletion:
-    generation = turn.generation
-    num_prompt, num_sampled = len(prompt.ids), len(generation.token_ids)
-    if calls:
-        message = AssistantMessage(content=content or None, tool_calls=calls)
-        choice = Choice(message=message, finish_reason="tool_calls")
-    else:
-        choice = Choice(message=AssistantMessage(content=content), finish_reason=generation.finish_reason)
-    completion = ChatCompletion(
-        id=f"chatcmpl-{turn.request_id}", created=int(time.time()), model=request.model, choices=[choice],
-        usage=Usage(num_prompt, num_sampled, num_prompt + num_sampled),
-    )  # fmt: skip
-    if request.logprobs:
-        choice.logprobs = _logprobs(endpoint, generation)
-    if request.return_token_ids:
-        completion.prompt_token_ids = prompt.ids.tolist()
-        choice.token_ids = generation.token_ids.tolist()
-    return completion
-
-
-def _logprobs(endpoint: PolicyEndpoint, generation: Generation) -> Logprobs:
-    rows = []
-    for token_id, logprob in zip(generation.token_ids.tolist(), generation.logprobs.tolist(), strict=True):
-        text = endpoint.chat.decode([token_id])
-        rows.append(TokenLogprob(text, logprob, list(text.encode()), []))
-    return Logprobs(rows)
 
 
 def dense(calls: list[Call]) -> list[Call]:

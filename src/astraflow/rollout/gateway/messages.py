@@ -43,12 +43,12 @@ def read_messages(messages: Sequence[Message]) -> tuple[list[MessageKey], list[M
     return keys, plain
 
 
-def assistant_key(content: str, calls: Sequence[ToolCall]) -> MessageKey:
+def assistant_key(content: str, calls: Sequence[ToolCall], reasoning: str = "") -> MessageKey:
     """The key under which a reply of ours comes back."""
-    if not calls:
+    if not calls and not reasoning:
         return ("assistant", content)
     named = tuple((c.id, c.function.name, _arguments(c.function.arguments)[0]) for c in calls)
-    return ("assistant", content, "", "", "", named)
+    return ("assistant", content, "", "", reasoning, named)
 
 
 def _read(message: Message, position: int) -> tuple[MessageKey, Message]:

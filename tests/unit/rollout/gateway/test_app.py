@@ -120,8 +120,8 @@ async def test_errors_reach_the_sdk_as_openai_errors(world: Any, agent: Any, url
     for stream in (False, True):
         with pytest.raises(openai.NotFoundError, match="known: actor"):
             await create(model="gpt-4o", messages=[USER], stream=stream)
-        with pytest.raises(openai.BadRequestError, match="n=2 must be 1"):
-            await create(model="actor", messages=[USER], n=2, stream=stream)
+        with pytest.raises(openai.BadRequestError, match="n=129 must be from 1 to 128"):
+            await create(model="actor", messages=[USER], n=129, stream=stream)
         with pytest.raises(openai.BadRequestError) as caught:
             await create(model="actor", messages=[{"role": "user", "content": "x" * 1000}], stream=stream)
         assert caught.value.code == "context_length_exceeded"
@@ -155,7 +155,7 @@ async def test_health_needs_no_key_and_everything_else_does(url: str) -> None:
 
 async def test_unknown_paths_methods_and_bodies_get_openai_errors(world: Any, url: str) -> None:
     headers = {"authorization": f"Bearer {world.key}"}
-    assert (await raw(url, "/v1/completions", headers, b"{}"))[0] == 404
+    assert (await raw(url, "/v1/embeddings", headers, b"{}"))[0] == 404
     assert (await raw(url, "/v1/chat/completions", headers, method="GET"))[0] == 405
     status, text = await raw(url, "/v1/chat/completions", headers, b"\x80\x04pickle")
     assert status == 400 and json.loads(text)["error"]["param"] == "body"

@@ -124,7 +124,7 @@ async def test_overlong_prompts_are_measured_after_templating_with_tools(
 @pytest.mark.parametrize(
     "wish",
     [
-        {"n": 2},
+        {"n": 129},
         {"n": 0},
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
@@ -332,7 +332,7 @@ async def test_the_counters_add_up(world: Any) -> None:
 
 
 async def test_a_refused_call_takes_no_index(world: Any) -> None:
-    await refused(world.ask([USER], n=2))
+    await refused(world.ask([USER], n=0))
     world.chat.render, render = _refuse, world.chat.render
     await refused(world.ask([USER]))
     world.chat.render = render

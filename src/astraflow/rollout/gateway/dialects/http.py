@@ -1,0 +1,59 @@
+"""What every dialect does with an HTTP request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from astraflow.errors import GatewayError
+
+T = TypeVar("T")
+
+
+def key_of(request: Request) -> str:
+    """The key of the episode: a bearer token (OpenAI), or `x-api-key` (Anthropic).
+
+    Raises: GatewayError (401): there is none.
+    """
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        key = request.headers.get("x-api-key", "")
+    if not key.strip():
+        raise GatewayError(
+            "authorization", "missing", "must be 'Bearer <key of the episode>'", "set api_key", 401, "invalid_api_key"
+        )
+    return key.strip()
+
+
+async def body_of(request: Request) -> bytes:
+    """Raises: GatewayError (499): the agent hung up in the middle of it."""
+    try:
+        return await request.body()
+    except ClientDisconnect as error:
+        raise GatewayError("body", "cut", "must be complete", "send the request again", 499) from error
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the agent hangs up before it is there.
+
+    Raises: GatewayError (499): so it did.
+    """
+    doing = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(hung_up(request))
+    try:
+        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise GatewayError("connection", "closed", "was closed by the agent", "keep it open for the reply", 499)
+        return doing.result()
+    finally:
+        gone.cancel()
+        doing.cancel()
+
+
+async def hung_up(request: Request) -> None:
+    """Returns when the agent has."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
