@@ -37,7 +37,7 @@ def whole_checkpoints(root: Path) -> list[Path]:
 def latest_checkpoint(root: Path, at_least: int = 0) -> Path | None:
     """The newest whole checkpoint below `root` of version `at_least` or newer, or None; logs damaged newer ones."""
     for path in reversed(_checkpoints(root)):
-        if _step_of(path) < at_least:
+        if version_of(path) < at_least:
             return None
         damage = _damage(path)
         if damage is None:
@@ -47,10 +47,11 @@ def latest_checkpoint(root: Path, at_least: int = 0) -> Path | None:
 
 
 def _checkpoints(root: Path) -> list[Path]:
-    return sorted((path for path in root.glob("step-*") if _step_of(path) >= 0), key=_step_of)
+    return sorted((path for path in root.glob("step-*") if version_of(path) >= 0), key=version_of)
 
 
-def _step_of(path: Path) -> int:
+def version_of(path: Path) -> int:
+    """The version that a checkpoint is named after; -1: it is none."""
     number = path.name.removeprefix("step-")
     return int(number) if number.isascii() and number.isdigit() else -1
 

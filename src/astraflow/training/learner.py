@@ -107,6 +107,7 @@ class Learner:
         )
         self._publisher = publisher_for(self.store, deltas=kept.deltas, sharded=ranks.many, leads=ranks.leads)
         self._saver = Saver(self.root, ranks, config.run.keep_checkpoints)
+        self.saved = -1  # version of the newest checkpoint that was begun, or resumed from
         self._published: Mapping[str, torch.Tensor] = {}  # what `version` is, by the model's names
         warm = resumed is None and self._warm_start()
         if resumed is not None:
@@ -161,10 +162,13 @@ class Learner:
         return metrics
 
     def save(self) -> None:
-        """Begin to write a checkpoint of `version`; everything after it can be done again bit for bit.
+        """Begin to write a checkpoint of `version`, if there is none; everything after it can be done again bit for
+        bit.
 
         Raises: TrainingError: the one before could not be written.
         """
+        if self.saved == self.version:
+            return
         self.flush()
         counts = self.stepper.counts
         master, adapter = self.trained.saved()
@@ -188,10 +192,12 @@ class Learner:
             write_model(place, self.model, tensors, self._directory)
 
         self._saver.submit(state, write)
+        self.saved = state.version
 
-    def saved(self) -> int:
-        """The newest version with a checkpoint that this process wrote; -1: none."""
-        return self._saver.newest
+    def covered(self) -> int:
+        """The version from which a trainer goes on in the worst case, by the checkpoints that this process wrote; -1:
+        not known."""
+        return self._saver.covered
 
     def finish_saving(self) -> None:
         """All checkpoints are on disk. Raises: TrainingError: one could not be written."""
@@ -283,7 +289,7 @@ class Learner:
         if self.stepper.critic is not None:
             self.stepper.critic.restore(state.critic or {})
         self.stepper.counts = StepCounts(state.step, state.skipped, state.skipped_in_a_row, state.loss_scale)
-        self.version = state.version
+        self.version = self.saved = state.version
         for version, tensors in sorted(state.audit_versions.items()):
             self.auditor.remember(version, tensors)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from astraflow.models.checkpoints import STATE
+from astraflow.models.checkpoints import STATE, version_of, whole_checkpoints
 from astraflow.training.checkpoint import TrainingState, named_tensors, save_checkpoint
 from astraflow.training.parallel.ranks import TIMEOUT_S, Ranks
 from astraflow.weights.publisher import Backlog
@@ -36,7 +36,7 @@ class Saver:
         self._group: Any = None  # of the thread alone: it must not mix its messages with those of steps
         if ranks.many:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
-        self.newest = -1  # version of the newest checkpoint of this process that is on disk
+        self.covered = -1  # what batches are needed from, should the newest checkpoint turn out damaged: the one before
 
     def submit(self, state: TrainingState, write_model: Callable[[Path], None]) -> None:
         """Write a checkpoint soon; waits for the one before.
@@ -72,7 +72,9 @@ class Saver:
         else:
             self._write_parts(self._root / f".tmp-step-{state.version:06d}" / STATE, state)
             return
-        self.newest = state.version
+        whole = whole_checkpoints(self._root)
+        if self._keep == 1 or len(whole) > 1:
+            self.covered = version_of(whole[-1 if self._keep == 1 else -2])
         log.info("checkpoint of version %d at %s", state.version, path)
 
     def _write_parts(self, folder: Path, state: TrainingState) -> None:

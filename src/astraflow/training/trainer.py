@@ -107,7 +107,6 @@ def _follow(policy: str, run_dir: Path, threads: int, stop: threading.Event, ran
         learner = Learner(config_from_json(config), policy, run_dir, threads, stop.is_set, ranks)
         stack.callback(learner.close)
         settle_memory()
-        saved = -1
         with contextlib.suppress(StepInterrupted):
             while (told := ranks.tell()) != END:
                 if told == WAIT:
@@ -115,9 +114,7 @@ def _follow(policy: str, run_dir: Path, threads: int, stop: threading.Event, ran
                 learner.train(pa.ipc.open_stream(told).read_all())
                 if learner.version % learner.config.run.checkpoint_every == 0:
                     learner.save()
-                    saved = learner.version
-        if saved != learner.version:
-            learner.save()
+        learner.save()
         learner.finish_saving()
 
 
@@ -130,7 +127,7 @@ class Trainer:
     ) -> None:  # fmt: skip
         self._session, self._learner, self._server, self._stop = session, learner, server, stop
         self._ranks = ranks
-        self._begun = self._told = -1  # versions of checkpoints of this process: the last one, and the last announced
+        self._told = -1  # version of the last checkpoint that was announced
         session.stats |= {"version": float(learner.version), "steps": 0.0, "wait_s": 0.0, "busy_s": 0.0, "tokens": 0.0}
 
     def loop(self) -> None:
@@ -143,8 +140,7 @@ class Trainer:
             self._ranks.tell(END)
         else:
             self._ranks.tell(END)
-        if self._begun != self._learner.version:
-            self._learner.save()
+        self._learner.save()
         self._learner.finish_saving()
         self._announce_checkpoint()
 
@@ -166,7 +162,6 @@ class Trainer:
             self._announce_checkpoint()
             if learner.version % run.checkpoint_every == 0:
                 learner.save()
-                self._begun = learner.version
 
     def _tell(self, content: bytes) -> None:
         self._ranks.tell(content)
@@ -193,10 +188,11 @@ class Trainer:
         )  # fmt: skip
 
     def _announce_checkpoint(self) -> None:
-        """Tell the dataflow service of a checkpoint that came to be on disk."""
-        if (saved := self._learner.saved()) > self._told:
-            self._session.checkpoint(saved)
-            self._told = saved
+        """Tell the dataflow service which batches will not be asked for again: those up to the checkpoint before the
+        newest, which is taken should the newest turn out damaged."""
+        if (covered := self._learner.covered()) > self._told:
+            self._session.checkpoint(covered)
+            self._told = covered
 
 
 def _as_bytes(table: pa.Table) -> bytes:

@@ -177,6 +177,29 @@ def test_a_trainer_killed_before_its_last_checkpoint_writes_it_when_it_comes_bac
     assert _final(tmp_path)[0] == "step-000004"
 
 
+def test_a_damaged_newest_checkpoint_is_passed_over_and_what_came_after_the_one_before_is_done_again(config, tmp_path):
+    with _dataflow(config, tmp_path) as url, _node(url):
+        run_trainer(url, "actor", tmp_path)
+        whole = _final(tmp_path)
+        newest = tmp_path / "checkpoints" / "actor" / whole[0] / "model.safetensors"
+        newest.write_bytes(newest.read_bytes()[:-1000])
+        assert _final(tmp_path)[0] == "step-000002"
+        assert run_trainer(url, "actor", tmp_path) == 0
+    again = _final(tmp_path)
+    assert again[0] == whole[0] and torch.equal(again[1], whole[1])
+
+
+def test_a_trainer_that_did_nothing_leaves_its_checkpoint_alone(config, tmp_path, monkeypatch):
+    with _dataflow(config, tmp_path / "run") as url, _node(url):
+        run_trainer(url, "actor", tmp_path / "run")
+    learner = Learner(config, "actor", tmp_path / "run")
+    state = tmp_path / "run" / "checkpoints" / "actor" / "step-000004" / "training_state" / "state.json"
+    before = state.stat().st_ino
+    learner.save()
+    learner.close()
+    assert state.stat().st_ino == before, "to replace it would leave a moment with none"
+
+
 def test_an_older_trainer_ends_by_name(config, tmp_path, monkeypatch):
     original = Learner.train
 
