@@ -29,7 +29,7 @@ async def test_every_ending_is_data():
         "silent": "workflow: the episode ended without one answered call",
         "unknown_policy": "reward: policy='judge' is not in this episode",
         "stream": "gateway: stream=true works over HTTP only",
-        "overlong": "overlong: prompt_tokens=5000 must be below the maximum context length of 4096",
+        "overlong": "overlong: messages=5000 tokens are too many: this model's maximum context length is 4096",
         "odd_text": r"workflow: ValueError: half a pair: \udcff",
         "odd_error": r"judge: half a pair: \udcff",
         "odd_numbers": None,
@@ -93,7 +93,9 @@ async def test_the_first_failure_of_each_kind_is_logged(caplog):
         told = sorted(r.getMessage().split(" failed: ")[1] for r in caplog.records)
         assert len(told) == 3
         assert told[0].startswith("Judge! went wrong (others")
-        assert told[1].startswith("overlong: prompt_tokens=5000 must be below the maximum context length of 4096")
+        assert told[1].startswith(
+            "overlong: messages=5000 tokens are too many: this model's maximum context length is 4096"
+        )
         assert told[2].startswith("reward: reward=nan is not finite")
         assert made.runner.endings == {"reward": 2, "overlong": 1, "other": 1}
 

@@ -230,8 +230,8 @@ class Gateway:
             counters["overlong"] += 1
             raise GatewayError(
                 "messages", length,
-                f"tokens are too many: this model's maximum context length is {endpoint.max_context} tokens, however your "
-                f"messages resulted in {length} tokens (policy '{request.model}')",
+                f"tokens are too many: this model's maximum context length is {endpoint.max_context} tokens, however "
+                f"your messages resulted in {length} tokens (policy '{request.model}')",
                 "shorten the messages or the tools", 400, "context_length_exceeded",
             )  # fmt: skip
         if capture.next_index + num > MAX_CALLS:

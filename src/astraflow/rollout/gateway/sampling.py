@@ -1,4 +1,4 @@
-"""What of a request reaches the engine: the lease's sampling, limited by the agent, changed by it where the run allows."""
+"""What of a request reaches the engine: the lease's sampling, limited by the agent, changed by it where it may."""
 
 from __future__ import annotations
 

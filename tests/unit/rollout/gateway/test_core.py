@@ -115,7 +115,7 @@ async def test_overlong_prompts_are_measured_after_templating_with_tools(
         return
     error = await refused(world.ask([USER], tools=tools))
     assert (error.status, error.code, error.value) == (400, "context_length_exceeded", length)
-    assert f"maximum context length of {length - over} tokens" in str(error)
+    assert f"this model's maximum context length is {length - over} tokens" in str(error)
     capture = world.gateway.close_episode(world.key)
     assert (world.gateway.stats()["gateway/overlong"], capture.calls["actor"]) == (1, [])
     assert world.gateway.stats()["gateway/overlong"] == 1

@@ -43,8 +43,11 @@ def check_options(request: ChatRequest) -> None:
             "top_logprobs", request.top_logprobs, "must be 0: engines keep the logprob of the sampled token only",
             "use logprobs=true without it",
         )  # fmt: skip
-    if request.tool_choice is not None:
-        _check_tool_choice(request)
+    if request.tool_choice not in (None, "auto", "none"):
+        raise GatewayError(
+            "tool_choice", request.tool_choice, "must be 'auto' or 'none': a policy cannot be forced to call a tool",
+            "ask for the call in the messages, and let the reward teach it",
+        )  # fmt: skip
     if request.response_format is not None and request.response_format.get("type") != "text":
         raise GatewayError(
             "response_format", request.response_format.get("type"),
@@ -65,17 +68,6 @@ def _check_stops(stop: str | list[str]) -> None:
     texts = [stop] if isinstance(stop, str) else stop
     if len(texts) > MAX_STOPS or not all(texts):
         raise GatewayError("stop", stop, f"must be at most {MAX_STOPS} non-empty strings", "send fewer")
-
-
-def _check_tool_choice(request: ChatRequest) -> None:
-    choice = request.tool_choice
-    if choice not in ("auto", "none"):
-        raise GatewayError(
-            "tool_choice", choice, "must be 'auto' or 'none': a policy cannot be forced to call a tool",
-            "ask for the call in the messages, and let the reward teach it",
-        )  # fmt: skip
-    if choice == "auto" and not request.tools:
-        raise GatewayError("tool_choice", choice, "needs tools", "send tools, or leave it out")
 
 
 def check_tools(tools: list[dict[str, Any]]) -> None:
