@@ -281,7 +281,8 @@ class Stepper:
             self.optimizer.step()
             self._changed = True
             self.counts.skipped_in_a_row = 0
-            self.counts.scale.held()
+            if self._scaled:
+                self.counts.scale.held()
         elif self._scaled and np.isfinite(by_name["loss"]) and self.counts.scale.lowered():
             self.optimizer.zero_grad(set_to_none=True)
             return False

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from astraflow.algorithms.importance import log_ratios, ratio_sums
 from astraflow.algorithms.losses.contract import TrainedTokens
+from astraflow.algorithms.losses.decoupled_ppo import DecoupledPpo
 from astraflow.algorithms.losses.m2po import M2po
 from astraflow.algorithms.losses.ppo_clip import PpoClip
 from astraflow.errors import Problem
@@ -32,12 +33,12 @@ def _run(loss, ratios, advantages, prepared=None):
 
 
 def test_ppo_clip_takes_the_pessimistic_bound():
-    ratios, advantages = [1.0, 1.5, 0.5, 1.5, 0.5], [1.0, 1.0, 1.0, -1.0, -1.0]
+    ratios, advantages = [1.0, 1.5, 0.5, 1.5, 0.5, 1.4], [1.0, 1.0, 1.0, -1.0, -1.0, 1.0]
     losses, gradient, sums = _run(PpoClip(clip_low=0.2, clip_high=0.3), ratios, advantages)
-    assert torch.allclose(losses, torch.tensor([-1.0, -1.3, -0.5, 1.5, 0.8]))
-    assert (gradient == 0).tolist() == [False, True, False, False, True]
-    assert sums["policy/clip_fraction"] == 2
-    assert sums["policy/clip_low_fraction"] == sums["policy/clip_high_fraction"] == 1
+    assert torch.allclose(losses, torch.tensor([-1.0, -1.3, -0.5, 1.5, 0.8, -1.3]))
+    assert (gradient == 0).tolist() == [False, True, False, False, True, True]
+    assert sums["policy/clip_fraction"] == 3
+    assert sums["policy/clip_low_fraction"] == 1 and sums["policy/clip_high_fraction"] == 2
 
 
 def test_gradient_at_ratio_one_is_minus_the_advantage():
@@ -47,9 +48,10 @@ def test_gradient_at_ratio_one_is_minus_the_advantage():
 
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
-    losses, gradient, _ = _run(PpoClip(dual_clip=3.0), [50.0, 50.0], [-1.0, 1.0])
-    assert torch.allclose(losses, torch.tensor([3.0, -1.2]))
-    assert gradient[0] == 0
+    losses, gradient, sums = _run(PpoClip(dual_clip=3.0), [50.0, 50.0, 2.9], [-1.0, 1.0, -1.0])
+    assert torch.allclose(losses, torch.tensor([3.0, -1.2, 2.9]))
+    assert (gradient == 0).tolist() == [True, True, False]
+    assert sums["policy/clip_high_fraction"] == 2, "a token that the second bound holds is clipped too"
 
 
 @given(tokens)
@@ -90,6 +92,21 @@ def test_m2po_drops_the_fewest_largest_outward_tokens(rows, threshold):
         assert torch.cat([kept, smallest[None]]).mean() > threshold * (1 - 1e-6), "one token too many was dropped"
         assert not len(kept) or kept.max() < smallest
     assert sums["policy/clip_fraction"] >= dropped.sum()
+
+
+def test_m2po_keeps_no_token_beyond_its_fixed_bound():
+    """What the moment would allow is no more than `max_log_ratio`, also where the moment drops something."""
+    ratios = [math.exp(4.0), math.exp(9.0), *[1.01] * 10]
+    _, gradient, sums = _run(M2po(threshold=2.0, max_log_ratio=3.0), ratios, [1.0] * 12)
+    assert (gradient == 0).tolist() == [True, True, *[False] * 10] and sums["policy/clip_fraction"] == 2
+
+
+def test_decoupled_ppo_leaves_out_tokens_that_the_behaviour_hardly_said():
+    """exact: q is the policy, so the weight is the ratio itself."""
+    losses, gradient, sums = _run(DecoupledPpo(proximal="exact", max_weight=5.0), [4.0, 6.0], [1.0, 1.0])
+    assert losses.tolist() == [pytest.approx(-4.0), 0.0] and gradient.tolist() == [pytest.approx(-4.0), 0.0]
+    assert sums["policy/dropped_fraction"] == 1
+    assert _run(DecoupledPpo(proximal="exact", max_weight=0), [6.0], [1.0])[0].item() == pytest.approx(-6.0)
 
 
 def test_m2po_pushes_a_token_that_moved_the_wrong_way_back_with_a_bounded_force():

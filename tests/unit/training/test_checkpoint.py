@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from astraflow.errors import ModelError, TrainingError
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import load_model, state_tensors
 from astraflow.models.scoring.packing import rows_from_table
+from astraflow.training import checkpoint, saver
 from astraflow.training.checkpoint import (
     STATE,
     TrainingState,
@@ -25,6 +29,7 @@ from astraflow.training.checkpoint import (
     save_model,
     write_model,
 )
+from astraflow.training.parallel.ranks import ALONE
 from astraflow.training.step import Stepper, StepSettings
 
 
@@ -70,6 +75,48 @@ def test_any_tool_can_load_it(stepped, tiny_char, tmp_path):
     mine = dict(stepped[0].model.named_parameters())
     assert all(torch.equal(p, mine[name]) for name, p in model.named_parameters())
     assert {p.suffix for p in path.rglob("*") if p.is_file()} <= {".json", ".safetensors", ".jinja"}, "no pickle"
+
+
+def test_all_of_it_is_on_the_disk_before_it_gets_its_name(stepped, tiny_char, tmp_path, monkeypatch):
+    synced, renamed, sync, rename = [], [], os.fsync, os.rename
+
+    def note_sync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    def note_rename(one, other):
+        renamed.append((str(one), {path.rpartition("/")[2] for path in synced}))
+        rename(one, other)
+
+    monkeypatch.setattr(checkpoint.os, "fsync", note_sync)
+    monkeypatch.setattr(checkpoint.os, "rename", note_rename)
+    path = _save(tmp_path, stepped[0], tiny_char, 1)
+    ((building, before),) = renamed
+    assert before >= {p.name for p in path.rglob("*")} and Path(building).name in before
+    assert synced[-1] == str(tmp_path), "the new name too"
+
+
+def test_what_is_saved_is_of_the_moment_of_the_save(stepped, tmp_path, monkeypatch):
+    """The thread may write late: steps go on meanwhile."""
+    stepper, _ = stepped
+    late, original = threading.Event(), saver.save_checkpoint
+
+    def save_late(*args, **kwargs):
+        assert late.wait(30)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(saver, "save_checkpoint", save_late)
+    own = optimizer_tensors(stepper.model, stepper.optimizer)
+    kept = {name: tensor.clone() for name, tensor in own.items()}
+    writing = saver.Saver(tmp_path, ALONE, 2)
+    writing.submit(TrainingState(1, 1, 0, 0, own, master=own, critic=own), lambda place: None)
+    for tensor in own.values():
+        tensor.add_(1)
+    late.set()
+    writing.close()
+    state = load_state(tmp_path / "step-000001")
+    for found in (state.optimizer, state.master, state.critic):
+        assert all(torch.equal(found[name], tensor) for name, tensor in kept.items())
 
 
 def test_the_newest_two_stay(stepped, tiny_char, tmp_path):

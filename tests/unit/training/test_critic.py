@@ -253,9 +253,11 @@ def test_a_resumed_critic_goes_on_bit_for_bit(make_config, episodes, tmp_path):
     first = Learner(config, "actor", tmp_path / "cut")
     for _ in range(3):
         first.train(episodes)
+    whole.stepper.critic.skipped_in_a_row = first.stepper.critic.skipped_in_a_row = 2
     first.save()
     first.close()
     again = Learner(config, "actor", tmp_path / "cut")
+    assert again.stepper.critic.skipped_in_a_row == 2, "a restart gives it no new tries"
     for _ in range(2):
         metrics = again.train(episodes)
     assert metrics["critic/loss"] > 0 and metrics["updates"] == 2

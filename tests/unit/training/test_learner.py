@@ -64,6 +64,19 @@ def _stable(metrics):
     return {k: v for k, v in metrics.items() if not k.startswith("perf/")}
 
 
+@pytest.mark.parametrize("warm", [True, False])
+def test_version_0_stays_where_a_warm_start_made_it(make_config, batches, tmp_path, warm):
+    """It is the reference of stages, and nowhere else."""
+    policy = {"warm_start": {"source": "demos", "steps": 1, "batch": 2}} if warm else {}
+    config = make_config(**policy)
+    config = config.model_copy(update={"weights": config.weights.model_copy(update={"keep": 2, "deltas": False})})
+    learner = Learner(config, "actor", tmp_path)
+    for table in batches:
+        learner.train(table)
+    learner.close()
+    assert (0 in learner.store.versions()) is warm
+
+
 @pytest.mark.parametrize(
     "policy",
     [

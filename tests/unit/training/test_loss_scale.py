@@ -59,6 +59,12 @@ def test_an_overflow_is_computed_again_with_half_the_scale(make_model, rows):
     _, metrics, stepper = _gradient(model, rows, scale=2.0**40, arithmetic="float16")
     assert 1 <= metrics["loss_scale"] < 2.0**40 and metrics["skipped_steps"] == 0 and metrics["updates"] == 1
     assert np.isfinite(metrics["grad_norm"]) and stepper.counts.skipped == 0
+    assert stepper.counts.scale.good_updates == 1, "the good update counts towards the next doubling"
+
+
+def test_without_float16_the_scale_stays_as_it_is(make_model, rows):
+    _, _, stepper = _gradient(make_model("llama"), rows)
+    assert stepper.counts.scale == LossScale()
 
 
 def test_a_loss_that_is_not_finite_is_not_the_fault_of_the_scale(make_model, rows):

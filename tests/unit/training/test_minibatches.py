@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from astraflow.algorithms.corrections import Corrected, Reject, Truncate
+from astraflow.algorithms.kl import ESTIMATORS as KINDS
 from astraflow.algorithms.losses.decoupled_ppo import DecoupledPpo
 from astraflow.algorithms.losses.m2po import M2po
 from astraflow.algorithms.losses.ppo_clip import PpoClip
@@ -201,6 +202,20 @@ def test_what_is_known_of_the_whole_batch_holds_for_all_updates(make_model, batc
     plain = Stepper(copy.deepcopy(model), PpoClip(), _settings(epochs=2, minibatches=2))
     plain.step(replace(batch, advantages=changed), 0, GROUPS)
     assert torch.equal(_weights(stepper.model), _weights(plain.model)) and metrics["policy/kl_k2"] > 0
+
+
+def test_a_kl_in_the_loss_finds_its_reference_in_each_minibatch(make_model, batch):
+    """At learning rate 0 all updates see one policy, so their mean is that of the batch in one update."""
+    reference = np.random.default_rng(2).normal(-4, 0.5, len(batch.trained)).astype(np.float32)
+    seen = []
+    for more in ({}, {"minibatches": 3}):
+        stepper = Stepper(make_model("llama"), PpoClip(), replace(_settings(**more), optimizer=OptimizerSection(lr=0)))
+        stepper.penalty = KlPenalty(KlSection(coef=0.3), 1.0)
+        seen.append(stepper.step(replace(batch, ref_logprobs=reference), 0, GROUPS))
+        torch.manual_seed(0)
+    once, cut = seen
+    assert cut["updates"] == 3
+    assert all(cut[f"policy/kl_{name}"] == pytest.approx(once[f"policy/kl_{name}"], rel=1e-5) for name in KINDS)
 
 
 def test_once_the_weights_have_changed_a_step_is_not_interrupted(make_model, batch):
