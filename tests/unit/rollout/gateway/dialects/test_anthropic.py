@@ -215,3 +215,23 @@ async def test_an_agent_that_hangs_up_cancels_its_call(world: Any, claude: Any, 
     await until(lambda: len(world.engine.cancelled) == 2)
     assert world.engine.cancelled == list(world.engine.held)
     assert world.close() == []
+
+
+async def test_a_stream_that_fails_raises_in_the_sdk(world: Any, claude: Any, until: Any) -> None:
+    stream = await claude.messages.create(model="actor", max_tokens=9, messages=[USER], stream=True)
+    await until(lambda: world.engine.held)
+    (future,) = world.engine.held.values()
+    future.set_exception(EngineError("engine", "down", "is closed", "restart"))
+    with pytest.raises(anthropic.APIStatusError, match="is closed") as failed:
+        async for _ in stream:
+            pass
+    assert failed.value.body["error"]["type"] == "api_error" and failed.value.body["request_id"]
+
+
+async def test_the_end_of_the_episode_ends_a_stream(world: Any, claude: Any, until: Any) -> None:
+    stream = await claude.messages.create(model="actor", max_tokens=9, messages=[USER], stream=True)
+    await until(lambda: world.engine.held)
+    assert world.close() == [] and world.engine.cancelled == list(world.engine.held)
+    with pytest.raises(anthropic.APIStatusError, match="episode that is over"):
+        async for _ in stream:
+            pass

@@ -124,3 +124,21 @@ async def test_an_agent_that_hangs_up_cancels_its_call(world: Any, agent: Any, u
     await stream.close()
     await until(lambda: len(world.engine.cancelled) == 2)
     assert world.close() == []
+
+
+async def test_a_stream_that_fails_raises_in_the_sdk(world: Any, agent: Any, until: Any) -> None:
+    stream = await agent.completions.create(model="actor", prompt="hi", stream=True)
+    await until(lambda: world.engine.held)
+    (future,) = world.engine.held.values()
+    future.set_exception(EngineError("engine", "down", "is closed", "restart"))
+    with pytest.raises(openai.APIError, match="is closed"):
+        async for _ in stream:
+            pass
+
+
+async def test_a_retry_of_the_sdk_is_trained_once(world: Any, url: str) -> None:
+    world.engine.script.append(EngineError("engine", "busy", "is swapping", "ask again"))
+    world.engine.say("yes")
+    async with openai.AsyncOpenAI(base_url=url, api_key=world.key, max_retries=1, timeout=10) as client:
+        assert (await client.completions.create(model="actor", prompt="hi")).choices[0].text == "yes"
+    assert [call.index for call in world.close()] == [0]
