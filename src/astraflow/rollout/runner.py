@@ -103,7 +103,6 @@ class Runner:
         self._plays: dict[str, _Play] = {}  # by episode_id
         self._waiting: dict[str, _Play] = {}  # the part of them that has not started
         self._freed = asyncio.Event()
-        self.num_calls = 0
         self.endings: Counter[str] = Counter()  # "done", "cancelled", or the kind of error -> episodes
 
     def accept(self, leases: Iterable[EpisodeLease]) -> None:
@@ -235,7 +234,6 @@ class Runner:
 
     async def serve(self, play: _Play, ask: Ask, channel: Channel) -> None:
         """One call of a workflow: the same JSON and the same function of the gateway as over HTTP."""
-        self.num_calls += 1
         try:
             if self._options.delay_s:
                 await asyncio.sleep(self._options.delay_s)

@@ -80,7 +80,7 @@ class NodeStats:
             episodes_in_play=float(sum(runner.num_in_play for runner in runners)),
             episodes_waiting=float(sum(runner.num_waiting for runner in runners)),
             commit_backlog=float(self._committer.backlog),
-            calls=float(sum(runner.num_calls for runner in runners)),
+            calls=stats["gateway/calls"],
             loop_cpu_s=time.thread_time() - self._cpu_at_start,
             workers_restarted=float(pool.num_restarts if pool is not None else 0),
             edits=float(pool.num_edits if pool is not None else 0),

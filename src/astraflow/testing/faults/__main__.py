@@ -1,4 +1,4 @@
-"""`python -m astraflow.testing.faults [RUNS] [KILLS] [NETWORK RUNS]`: the drills of `make faults`, as tables."""
+"""`python -m astraflow.testing.faults [RUNS] [KILLS] [NETWORK RUNS] [SWARMS]`: the drills of `make faults`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ import tempfile
 from pathlib import Path
 
 from astraflow.testing.faults.drill import Result, kill_drill, network_drill
+from astraflow.testing.faults.swarm.drill import swarm_drill
 from astraflow.testing.faults.weight_drills import DRILLS, run
 
 _COLUMNS = f"{'seed':>4} {'tasks':>5} {'trained':>7} {'restarts':>8} {'s':>5}  {'result':<6} dropped; faults\n"
 
 
-def main(runs: int = 17, kills: int = 3, network: int = 6) -> int:
+def main(runs: int = 17, kills: int = 3, network: int = 6, swarms: int = 3) -> int:
     """0: every run was right."""
     with tempfile.TemporaryDirectory(prefix="astraflow-drill-") as place:
         parent = Path(place)
         sys.stdout.write(_COLUMNS)
         results = [_told(kill_drill(parent, parent / "cache", seed, kills)) for seed in range(runs)]
         results += [_told(network_drill(parent, parent / "cache", seed)) for seed in range(network)]
+        results += [_told(swarm_drill(parent, parent / "cache", seed)) for seed in range(swarms)]
         wrong_weights = _weights(parent)
     wrong = sum(bool(result.problems) for result in results)
     num_tasks = sum(result.admitted for result in results)
     sys.stdout.write(
-        f"{runs * kills} kills, {network} runs on a bad network, {num_tasks} tasks: {wrong} runs are wrong\n"
+        f"{runs * kills} kills, {network} runs on a bad network, {swarms} swarms, {num_tasks} tasks: "
+        f"{wrong} runs are wrong\n"
     )
     return int(wrong + wrong_weights > 0)
 

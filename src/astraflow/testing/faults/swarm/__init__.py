@@ -1,0 +1,1 @@
+"""A swarm whose clients are killed, stopped, cut off and started again at random."""
