@@ -29,7 +29,7 @@ def routes(gateway: Gateway) -> list[Route]:
     async def model(request: Request) -> Response:
         gateway.check_key(key_of(request))
         name = request.path_params["name"]
-        if name not in gateway.policies:
+        if not gateway.max_context(name):
             known = ", ".join(gateway.policies)
             raise GatewayError("model", name, "is not a policy of this node", f"known: {known}", 404, "model_not_found")
         return _json(_model(request, name, gateway.max_context(name)))
