@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from astraflow import __version__
-from astraflow.cli import conform, look, play, recipes, run, services
+from astraflow.cli import conform, look, play, recipes, run, services, swarm
 from astraflow.config.env import settle_torch
 from astraflow.errors import AstraFlowError
 
@@ -30,6 +30,7 @@ app.command("validate", context_settings=OVERRIDES)(run.validate)
 app.add_typer(recipes.app, name="recipes")
 app.command("dataflow", context_settings=OVERRIDES)(services.dataflow)
 app.command("node")(services.node)
+app.command("worker", context_settings=OVERRIDES)(swarm.worker)
 app.command("trainer")(services.trainer)
 app.command("stage")(services.stage)
 app.command("relay")(services.relay)

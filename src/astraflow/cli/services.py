@@ -34,7 +34,7 @@ def dataflow(
     parent: Parent = 0,
 ) -> None:
     """Start the dataflow service of a run; change any setting after the recipe."""
-    _tie(parent)
+    tie(parent)
     from astraflow.launch.claim import claim
     from astraflow.launch.rundir import RunDirectory, write_ready
     from astraflow.observe.logs import setup_logging
@@ -80,7 +80,7 @@ def trainer(
     parent: Parent = 0,
 ) -> None:
     """Start the trainer of one policy; it goes on from its newest checkpoint. Also a command for torchrun."""
-    _tie(parent)
+    tie(parent)
     from astraflow.observe.logs import setup_logging
 
     token, place = read_token(token_file), _place(rank, ranks, rendezvous)
@@ -147,7 +147,7 @@ def node(
     parent: Parent = 0,
 ) -> None:
     """Join the pool of a run as a rollout node; it only opens outward connections, unless --swarm opens a door."""
-    _tie(parent)
+    tie(parent)
     from astraflow.errors import LaunchError
     from astraflow.launch.rundir import write_ready
     from astraflow.rollout.node import NodeOptions, run_node
@@ -192,7 +192,7 @@ def stage(
     parent: Parent = 0,
 ) -> None:
     """Work for a stage: pull rows that wait for it, add its columns; start as many as you like, anywhere."""
-    _tie(parent)
+    tie(parent)
     from astraflow.observe.logs import setup_logging
     from astraflow.stages.worker import run_stage
 
@@ -211,7 +211,7 @@ def relay(
     parent: Parent = 0,
 ) -> None:
     """Fetch each version of the weights once and serve it to the nodes nearby; they find it by themselves."""
-    _tie(parent)
+    tie(parent)
     from astraflow.observe.logs import setup_logging
     from astraflow.observe.process import stop_signals
     from astraflow.weights.relay import RelayOptions, run_relay
@@ -240,7 +240,8 @@ def read_token(token_file: Path | None) -> str | None:
     return token
 
 
-def _tie(parent: int) -> None:
+def tie(parent: int) -> None:
+    """The process ends with this one; 0: it does not."""
     if parent:
         from astraflow.launch.lifeline import tie_to_parent
 

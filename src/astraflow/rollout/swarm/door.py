@@ -80,10 +80,11 @@ class SignsOfLife:
 
 
 def create_door(
-    pool: SwarmPool, gateway_app: ASGIApp, signs: SignsOfLife, waiting: Callable[[], dict[str, int]], token: str | None
-) -> ASGIApp:
+    pool: SwarmPool, gateway_app: ASGIApp, signs: SignsOfLife, waiting: Callable[[], dict[str, int]], token: str | None,
+    policies: list[str],
+) -> ASGIApp:  # fmt: skip
     """The app of a door. `waiting()`: source -> episodes that no client has asked for, for people."""
-    endpoints = _Endpoints(pool, waiting)
+    endpoints = _Endpoints(pool, waiting, policies)
     swarm = create_app(endpoints.routes(), token=token, max_body_bytes=MAX_BODY_BYTES, bare=True)
     swarm.add_exception_handler(HTTPException, _no_route)
     return signs.before(Starlette(routes=[Mount("/swarm", swarm), Mount("/", gateway_app)]))
@@ -92,8 +93,8 @@ def create_door(
 class _Endpoints:
     """One method per request."""
 
-    def __init__(self, pool: SwarmPool, waiting: Callable[[], dict[str, int]]) -> None:
-        self._pool, self._waiting = pool, waiting
+    def __init__(self, pool: SwarmPool, waiting: Callable[[], dict[str, int]], policies: list[str]) -> None:
+        self._pool, self._waiting, self._policies = pool, waiting, policies
         self._heartbeat_s = min(_LONGEST_HEARTBEAT_S, pool.dead_after_s / 4)
 
     def routes(self) -> list[Route]:
@@ -111,7 +112,11 @@ class _Endpoints:
         self._pool.refuse_when_over(body.client)
         client = self._pool.records.clients[body.client]
         self._pool.records.introduce(client, body.name, body.version, body.code)
-        held = await _unless_gone(request, self._pool.ask(body))
+        try:
+            held = await _unless_gone(request, self._pool.ask(body))
+        except asyncio.CancelledError:  # by the server, which stops
+            said = "door=stopping gives nothing any more; ask again when it is back"
+            return json_reply(Failure(said, "SwarmError"), 503)
         base_url = _base_url(request)
         leases = [_lease(each, base_url) for each in held]
         return json_reply(
@@ -160,7 +165,7 @@ class _Endpoints:
             m.SwarmStatus(
                 clients=pool.records.status(now, pool.playing()), playing=pool.num_playing,
                 waiting=self._waiting(), asked=pool.asked, endings=dict(pool.records.endings),
-                codes=dict(pool.records.codes),
+                codes=dict(pool.records.codes), policies=self._policies,
             )
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ log = logging.getLogger("astraflow.node")
 _PULSE_S = 0.25
 _PARK_S = 10.0  # what no client asks for goes back to the dataflow service after so long
 _TELL_EVERY_S = 30.0
+_VERSION, _MAX_VERSIONS = re.compile(r"[\w.+-]{1,32}"), 8  # said by clients, names of metrics
 _LINGER_S = 6.0  # of a door once the run is over, for clients that have not heard it
 Return = tuple[str, int, bool]
 """Episode id, attempt, whether it counts as lost."""
@@ -63,7 +65,9 @@ class Swarm:
             step_timeout_s=options.step_timeout_s,
         )  # fmt: skip
         self.runner = Runner(plays, gateway, engines, self.pool, on_episode, newest, self._on_given_back)
-        self.door = create_door(self.pool, create_app(gateway), self._signs, self._waiting, options.token)
+        self.door = create_door(
+            self.pool, create_app(gateway), self._signs, self._waiting, options.token, gateway.policies
+        )
         self._changed = asyncio.Event()
         self._returns: list[Return] = []
         self._num_sending = 0
@@ -130,7 +134,8 @@ class Swarm:
             "swarm/asked": float(self.pool.asked),
             "swarm/waiting": float(self.runner.num_waiting),
         }
-        for version, count in Counter(client.version or "unknown" for client in alive).items():
+        versions = Counter(c.version if _VERSION.fullmatch(c.version) else "unknown" for c in alive)
+        for version, count in versions.most_common(_MAX_VERSIONS):
             stats[f"swarm/clients/{version}"] = float(count)
         return stats | {f"swarm/episodes_{ending}": float(n) for ending, n in records.endings.items()}
 

@@ -143,4 +143,5 @@ class SwarmStatus(msgspec.Struct, kw_only=True):
     waiting: dict[str, int]  # source -> leased episodes that no client has asked for yet
     asked: int  # episodes that clients wait for
     endings: dict[str, int]
+    policies: list[str]  # that episodes may call
     codes: dict[str, int]  # code version -> finished or failed episodes

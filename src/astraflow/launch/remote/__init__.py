@@ -1,0 +1,1 @@
+"""Play from anywhere what a node's swarm door hands out: workflows in worker processes, without torch."""
