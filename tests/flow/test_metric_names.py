@@ -21,10 +21,12 @@ SMALL = (
     "--run.steps=3", "--workflow.group_size=4", "--policies.actor.batch.groups=6", "--evaluation.num_tasks=4",
     "--evaluation.every=2", "--policies.actor.warm_start=none", "--dataflow.heartbeat_s=0.2", "--weights.check=true",
     "--policies.actor.trainer.peak_tflops=1.0", "--policies.actor.algorithm.kl.coef=0.001",
+    "--rollout.swarm.port=0",
 )  # fmt: skip
 SELDOM = {
     "groups/dropped/<reason>", "episodes/dropped/<reason>", "sources/<source>/skipped/<operator>",
     "nodes/episodes_failed/<kind>", "nodes/episodes_cancelled",
+    "nodes/swarm/clients/<version>", "nodes/swarm/episodes_<ending>",
 }  # fmt: skip
 """Counters that are there once they are above 0."""
 VARIANTS: list[dict[str, Any]] = [

@@ -228,6 +228,19 @@ NODES: tuple[RowMetric, ...] = (
     RowMetric("nodes/gateway/sampling_overridden", "calls", "whose sampling settings the run overrode"),
     RowMetric("nodes/gateway/engine_failures", "calls", "that an engine failed", "0"),
     RowMetric("nodes/gateway/open_episodes", "episodes", "with a key now"),
+    RowMetric("nodes/swarm/clients", "clients", "of the doors, heard of within `rollout.swarm.dead_after_s`"),
+    RowMetric("nodes/swarm/clients/<version>", "clients", "of them, by the version of their software"),
+    RowMetric("nodes/swarm/asked", "episodes", "that clients wait for now", "0 while the run has tasks"),
+    RowMetric("nodes/swarm/playing", "episodes", "in the hands of clients now"),
+    RowMetric(
+        "nodes/swarm/waiting", "episodes", "leased that wait for weights, or for a client that plays their source", "0"
+    ),
+    RowMetric(
+        "nodes/swarm/episodes_<ending>",
+        "episodes",
+        "so far: `done`, `failed`, `timeout`, `aborted`, `given_back`, `cancelled`",
+        "`given_back` near 0",
+    ),
 )
 """In rows of steps and of evaluation rounds: summed over the nodes at that moment."""
 
