@@ -22,15 +22,24 @@ def _raw(**policy):
     ("policy", "named"),
     [
         ({"lora": {"rank": 4}}, r"policies.actor.trainer.ranks=2 cannot be with policies.actor.lora"),
-        ({"optimizer": {"type": "adamw_8bit"}}, r"cannot be with policies.actor.optimizer.type='adamw_8bit'"),
+        (
+            {"optimizer": {"type": "adamw_8bit"}, "trainer": {"tensor_parallel": 2}},
+            r"tensor_parallel=2 cannot be with policies.actor.optimizer.type='adamw_8bit'",
+        ),
+        (
+            {"trainer": {"tensor_parallel": 2, "context_parallel": 2}},
+            r"trainer.ranks=2 must be a multiple of .*; use 4",
+        ),
+        ({"trainer": {"context_parallel": 3}}, r"trainer.context_parallel=3; use 3, or lower one"),
     ],
 )
 def test_what_cannot_be_in_parts_is_refused_before_the_start(policy, named):
     with pytest.raises(ConfigError, match=named):
-        check_run(_raw(**policy, trainer={"ranks": 2}), "run file")
-    assert rank_problems(check_run(_raw(**policy), "run file")) == []
+        check_run(_raw(**policy | {"trainer": {"ranks": 2, **policy.get("trainer", {})}}), "run file")
+    assert rank_problems(check_run(_raw(**policy | {"trainer": {}}), "run file")) == []
 
 
 def test_ranks_of_whole_models_are_fine():
-    config = check_run(_raw(trainer={"ranks": 3}, algorithm={"loss": "m2po", "kl": {}}), "run file")
-    assert config.policies["actor"].trainer.ranks == 3
+    trainer = {"ranks": 6, "context_parallel": 3}
+    config = check_run(_raw(trainer=trainer, algorithm={"loss": "m2po", "kl": {}}), "run file")
+    assert config.policies["actor"].trainer.ranks == 6

@@ -28,9 +28,9 @@ def _problems(where: str, policy: PolicySection) -> list[str]:
             f"{ranks} cannot be with {where}.lora: an adapter is trained by one process, which has the whole base; use "
             "trainer.ranks = 1, or leave lora out"
         )
-    if policy.optimizer.type == "adamw_8bit":
+    if policy.optimizer.type == "adamw_8bit" and trainer.tensor_parallel > 1:
         problems.append(
-            f"{ranks} cannot be with {where}.optimizer.type='adamw_8bit', which does not know parts of tensors; use "
-            "adamw: each rank has moments for its part of the model only"
+            f"{where}.trainer.tensor_parallel={trainer.tensor_parallel} cannot be with {where}.optimizer.type="
+            "'adamw_8bit', whose blocks are cut by other parts than rows; use adamw, or tensor_parallel = 1"
         )
     return problems

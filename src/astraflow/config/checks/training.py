@@ -14,11 +14,6 @@ def training_problems(config: RunConfig) -> list[str]:
     for name, policy in config.policies.items():
         where = f"policies.{name}"
         problems += _optimizer_problems(f"{where}.optimizer", policy.optimizer, config.run.steps)
-        if policy.optimizer.type == "adamw_8bit" and policy.trainer.ranks > 1:
-            problems.append(
-                f"{where}.optimizer.type='adamw_8bit' cannot be with {where}.trainer.ranks={policy.trainer.ranks}: "
-                "blocks of moments do not follow the parts of a model; use adamw, whose moments the ranks divide"
-            )
         problems += [
             *_update_problems(where, policy),
             *_critic_problems(where, policy),

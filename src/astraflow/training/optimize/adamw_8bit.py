@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-BLOCK = 256  # moments that share a scale
-SMALL = 4096  # parameters with fewer numbers keep float32 moments: they are few, and norms and biases need them
-CHUNK = 1 << 24  # numbers that are in float32 at once; a multiple of BLOCK
+BLOCK = 256  # moments of a row that share a scale; rows, so that ranks that hold some of them round as one would
+SMALL = 4096  # parameters with fewer numbers keep float32 moments, and so do vectors: norms and biases need them
+CHUNK = 1 << 24  # numbers that are in float32 at once, or one row
 _DECADES = 7
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with moments in 8 bits: a code per number, a float32 scale (the largest of them) per block of 256.
+    """AdamW with moments in 8 bits: a code per number, a float32 scale (the largest of them) per block of 256
+    of a row. Of a parameter that ranks divide by rows each updates its own.
 
     Moments are float32 while they are used, so the update is AdamW's up to the rounding of the moments before. Codes
     are denser towards the largest of a block over seven decades; a second moment above 0 is never stored as 0, which
@@ -41,29 +42,54 @@ class AdamW8bit(torch.optim.Optimizer):
                     state["step"] = (
                         state["step"].cpu() + 1
                     )  # a checkpoint may have it elsewhere: that would wait each time
-                    _update(parameter.view(-1), parameter.grad.reshape(-1), state, group)
+                    own = {name: own_part(tensor) for name, tensor in state.items()}
+                    _update(own_part(parameter), own_part(parameter.grad), own, group)
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor; all of it where none divide it."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor
+    from torch.distributed.tensor import DTensor  # a second to load
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _fresh(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """All moments 0."""
-    coded = parameter.numel() >= SMALL
-    blocks = math.ceil(parameter.numel() / BLOCK) if coded else 0
+    coded = parameter.ndim >= 2 and parameter.numel() >= SMALL
     state = {"step": torch.zeros(())}
     for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
         zero = int((codes(signed) == 0).nonzero()) if coded else 0
         state[name] = torch.full_like(parameter, zero, dtype=torch.uint8 if coded else torch.float32)
-        state[f"{name}_scale"] = torch.zeros(blocks, device=parameter.device)
+        state[f"{name}_scale"] = _scales(parameter) if coded else torch.zeros(0)
     return state
 
 
-def _update(flat: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
+def _scales(parameter: torch.Tensor) -> torch.Tensor:
+    """[rows, blocks of a row] of 0, divided among ranks as the rows are."""
+    shape = (len(parameter), math.ceil(parameter[0].numel() / BLOCK))
+    if own_part(parameter) is parameter:
+        return torch.zeros(shape, device=parameter.device)
+    from torch.distributed.tensor import DTensor, zeros
+
+    assert isinstance(parameter, DTensor)
+    return zeros(shape, device_mesh=parameter.device_mesh, placements=parameter.placements)
+
+
+def _update(
+    parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
+) -> None:  # fmt: skip
     (beta1, beta2), count = group["betas"], float(state["step"])
     correction1, correction2 = 1 - beta1**count, 1 - beta2**count
-    flat.mul_(1 - group["lr"] * group["weight_decay"])
-    for start in range(0, len(flat), CHUNK):
-        part, own = flat[start : start + CHUNK], gradient[start : start + CHUNK]
-        first = _Stored(state, "exp_avg", start, len(part))
-        second = _Stored(state, "exp_avg_sq", start, len(part))
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    if not parameter.numel():
+        return  # fewer rows than ranks
+    rows = max(1, CHUNK // parameter[0].numel())
+    for start in range(0, len(parameter), rows):
+        part, own = parameter[start : start + rows], gradient[start : start + rows]
+        first = _Stored(state, "exp_avg", start, rows)
+        second = _Stored(state, "exp_avg_sq", start, rows)
         mean = first.read().lerp_(own, 1 - beta1)
         square = second.read().mul_(beta2).addcmul_(own, own, value=1 - beta2)
         part.addcdiv_(
@@ -74,34 +100,43 @@ def _update(flat: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.T
 
 
 class _Stored:
-    """A part of one moment."""
+    """Some rows of one moment."""
 
-    def __init__(self, state: dict[str, torch.Tensor], name: str, start: int, size: int) -> None:
-        self._values = state[name].view(-1)[start : start + size]
-        self._scales = state[f"{name}_scale"][start // BLOCK : math.ceil((start + size) / BLOCK)]
+    def __init__(self, state: dict[str, torch.Tensor], name: str, start: int, rows: int) -> None:
+        self._values = state[name][start : start + rows]
+        scales = state[f"{name}_scale"]
+        self._scales = scales[start : start + rows, :, None] if len(scales) else scales  # [rows, blocks, 1]
         self._signed = name == "exp_avg"
 
     def read(self) -> torch.Tensor:
-        """[size] float32, a copy."""
+        """float32, a copy."""
         if self._values.dtype == torch.float32:
             return self._values.clone()
         table = codes(self._signed).to(self._values.device)
-        return table[self._values.int()] * self._scales.repeat_interleave(BLOCK)[: len(self._values)]
+        return self._joined(self._blocks(table[self._values.int()]).mul_(self._scales))
 
     def write(self, values: torch.Tensor) -> None:
-        """Take over `values` [size]."""
+        """Take over `values`."""
         if self._values.dtype == torch.float32:
             self._values.copy_(values)
             return
-        size, blocks = len(values), len(self._scales)
-        blocked = torch.nn.functional.pad(values, (0, blocks * BLOCK - size)).view(blocks, BLOCK)
-        self._scales.copy_(blocked.abs().amax(1))
+        blocks = self._blocks(values)
+        self._scales.copy_(blocks.abs().amax(2, keepdim=True))
         table = codes(self._signed).to(values.device)
-        shares = (blocked / self._scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[:size]
+        shares = blocks / self._scales.clamp(min=torch.finfo(torch.float32).tiny)
         nearest = torch.bucketize(shares, (table[1:] + table[:-1]) / 2, out_int32=True)
         if not self._signed:
-            nearest = torch.where(values > 0, nearest.clamp(min=1), nearest)
-        self._values.copy_(nearest)
+            nearest = torch.where(blocks > 0, nearest.clamp(min=1), nearest)
+        self._values.copy_(self._joined(nearest))
+
+    def _blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """[rows, blocks, BLOCK], the last block of each row filled up with 0."""
+        flat, blocks = values.reshape(len(values), -1), self._scales.shape[1]
+        return torch.nn.functional.pad(flat, (0, blocks * BLOCK - flat.shape[1])).view(len(flat), blocks, BLOCK)
+
+    def _joined(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Inverse of `_blocks`."""
+        return blocks.flatten(1)[:, : self._values[0].numel()].reshape(self._values.shape)
 
 
 @cache

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, empty
 
 from astraflow.errors import TrainingError
 
@@ -64,10 +64,12 @@ def _read(folder: Path, own: Tensors, *, alone: bool) -> dict[str, torch.Tensor]
 
 def _place(name: str, stored: TensorStorageMetadata, own: Tensors) -> torch.Tensor:
     parts = name.split("/")
-    like = own.get(parts[-1])
-    if like is not None and isinstance(like, DTensor) and like.shape == stored.size:
-        return torch.empty_like(like, dtype=stored.properties.dtype, requires_grad=False)
-    return torch.empty(stored.size, dtype=stored.properties.dtype)
+    like, dtype = own.get(parts[-1]), stored.properties.dtype
+    if isinstance(like, DTensor) and like.shape == stored.size:
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    if isinstance(like, DTensor) and like.shape[:1] == stored.size[:1]:  # something of each row
+        return empty(stored.size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
+    return torch.empty(stored.size, dtype=dtype)
 
 
 @contextlib.contextmanager
