@@ -5,9 +5,9 @@
     call 2: [system user] -> C            branch 2: fork of 0 after `system`: D    (call 3, a rewritten history)
     call 3: [system note] -> note D
 
-A prompt is laid along the longest path of its agent that is there already, over given and sampled tokens alike. If it covers a
-branch to its tip, the branch grows; else a new branch forks where they part. Sampled tokens are never laid over others:
-two equal replies are two branches and keep their weight.
+A prompt is laid along the longest path of its agent that is there already, over given and sampled tokens alike. If it
+covers a branch to its tip, the branch grows; else a new branch forks where they part. Sampled tokens are never laid
+over others: two equal replies are two branches and keep their weight.
 
 A branch's whole path is always the prompt of its last call plus what that call sampled, so nothing is copied or
 compared token by token in Python.
@@ -35,6 +35,10 @@ class _Branch:
         self.calls.append(call)
         self.last = call
         self.length = len(call.prompt_ids) + len(call.generation.token_ids)  # of the whole path
+
+    def continued_by(self, call: Call) -> bool:
+        """The prompt covers the whole path."""
+        return self.last.agent == call.agent and self.common(call.prompt_ids, 0) == self.length
 
     def common(self, prompt: np.ndarray, start: int) -> int:
         """Length of the prefix that `prompt` shares with the whole path, given that `start` tokens are shared."""
@@ -88,10 +92,9 @@ def full_sequence(branches: Sequence[Trajectory], branch: int) -> np.ndarray:
 
 def _place(branches: list[_Branch], call: Call) -> None:
     prompt = call.prompt_ids
-    if len(branches) == 1 and branches[0].last.agent == call.agent:  # the usual linear agent
-        if branches[0].common(prompt, 0) == branches[0].length:
-            branches[0].add(call)
-            return
+    if len(branches) == 1 and branches[0].continued_by(call):  # the usual linear agent
+        branches[0].add(call)
+        return
     shared: list[int] = []  # per branch: length of the prefix of its path that the prompt shares
     longest, where, at_tip = 0, -1, False
     for number, branch in enumerate(branches):

@@ -1,8 +1,8 @@
 """Token-exact prompts: a follow-up call reuses the ids of the longest context it continues and tokenises the rest.
 
-The contexts of one episode, policy and agent (`model = "<policy>@<agent>"`) are a tree of messages; where a reply of ours ended there is a `Context`. A
-request walks down the tree message by message. The deepest context it passes gives the ids, exactly as they were
-given and sampled; only the text after them is encoded:
+The contexts of one episode, policy and agent (`model = "<policy>@<agent>"`) are a tree of messages; where a reply of
+ours ended there is a `Context`. A request walks down the tree message by message. The deepest context it passes gives
+the ids, exactly as they were given and sampled; only the text after them is encoded:
 
     text of the request   <user>2*3?</user> <assistant>[2*3]<eos> <tool>6</tool> <assistant>
     stored ids            ^^^^^^ prompt ^^^^^^^^^^^^^^^^^ sampled^ ^^^^^ encoded now ^^^^^^^
