@@ -32,6 +32,6 @@ def routes(gateway: Gateway) -> list[Route]:
         events = gateway.stream(key, raw, retry)
         first = await unless_gone(request, anext(events))
         stream = CompletionStream(echo, include_usage=bool((asked.stream_options or {}).get("include_usage")))
-        return EventStream(written(first, events, stream.frames, lambda error: [data_frame(failure(error)[1])]), {})
+        return EventStream(written(first, events, stream.frames, lambda error: [data_frame(failure(error)[1])]))
 
     return [Route("/v1/completions", completions, methods=["POST"])]

@@ -30,10 +30,22 @@ from astraflow.rollout.gateway.dialects.writing import written
 
 def routes(gateway: Gateway) -> list[Route]:
     """What the SDK's `responses` asks for; errors are those of the app."""
+    serve = _Serve(gateway)
+    return [
+        Route("/v1/responses", serve.create, methods=["POST"]),
+        Route("/v1/responses/{id}", serve.get, methods=["GET"]),
+        Route("/v1/responses/{id}", serve.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/cancel", serve.cancel, methods=["POST"]),
+    ]
 
-    async def create(request: Request) -> Response:
+
+class _Serve:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def create(self, request: Request) -> Response:
         key = key_of(request)
-        store = gateway.responses(key)
+        store = self._gateway.responses(key)
         asked = read_request(await body_of(request))
         _refuse_unserved(asked)
         before = store.previous(asked.previous_response_id)
@@ -41,39 +53,39 @@ def routes(gateway: Gateway) -> list[Route]:
         chat = chat_request(asked, [*(before.history() if before is not None else ()), *messages])
         retry = retry_of(request.headers)
         if not (asked.stream or asked.background):
-            completion = await unless_gone(request, gateway.chat(key, chat, retry))
+            completion = await unless_gone(request, self._gateway.chat(key, chat, retry))
             stored = Stored(new_response(asked, completion.id, completion.created), before, messages)
             fill(stored.response, completion)
             stored.answer(completion)
             if stored.response.store:
                 store.keep(stored)
             return _json(stored.response)
-        events = gateway.stream(key, chat, retry)
+        events = self._gateway.stream(key, chat, retry)
         first = await unless_gone(request, anext(events))
         assert isinstance(first, Started)
         stored = Stored(new_response(asked, first.id, first.created), before, messages)
         writer = _Writer(stored, store)
         frames = written(first, events, writer.write, writer.fail)
         if asked.stream:
-            return EventStream(frames, {})
+            return EventStream(frames)
         store.keep(stored)
         stored.task = asyncio.create_task(_drain(frames))
         return _json(stored.response)
 
-    async def get(request: Request) -> Response:
-        stored = gateway.responses(key_of(request)).get(request.path_params["id"])
+    async def get(self, request: Request) -> Response:
+        stored = self._stored(request)
         if request.query_params.get("stream") == "true":
             raise GatewayError("stream", True, "is served while a response is made only", "leave it out")
         return _json(stored.response)
 
-    async def delete(request: Request) -> Response:
-        response_id = request.path_params["id"]
-        gateway.responses(key_of(request)).delete(response_id)
+    async def delete(self, request: Request) -> Response:
+        response_id = self._stored(request).response.id
+        self._gateway.responses(key_of(request)).delete(response_id)
         body = {"id": response_id, "object": "response", "deleted": True}
         return Response(msgspec.json.encode(body), media_type="application/json")
 
-    async def cancel(request: Request) -> Response:
-        stored = gateway.responses(key_of(request)).get(request.path_params["id"])
+    async def cancel(self, request: Request) -> Response:
+        stored = self._stored(request)
         if stored.task is None:
             raise GatewayError(
                 "response_id", stored.response.id, "was not made in the background", "hang up to cancel it"
@@ -84,12 +96,8 @@ def routes(gateway: Gateway) -> list[Route]:
             stored.response.status = "cancelled"
         return _json(stored.response)
 
-    return [
-        Route("/v1/responses", create, methods=["POST"]),
-        Route("/v1/responses/{id}", get, methods=["GET"]),
-        Route("/v1/responses/{id}", delete, methods=["DELETE"]),
-        Route("/v1/responses/{id}/cancel", cancel, methods=["POST"]),
-    ]
+    def _stored(self, request: Request) -> Stored:
+        return self._gateway.responses(key_of(request)).get(request.path_params["id"])
 
 
 def _refuse_unserved(asked: ResponsesRequest) -> None:
