@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from astraflow.algorithms.losses.contract import LocalLoss, Metrics, Prepared, TrainedTokens
 from astraflow.config.rooms import build
-from astraflow.config.schema import OptimizerSection, RunConfig, WarmStartSection
+from astraflow.config.schema import RunConfig
 from astraflow.contracts import Source
 from astraflow.errors import SourceError
 from astraflow.models.chat import ChatTokenizer
@@ -26,7 +26,10 @@ from astraflow.models.lora.layers import add_lora
 from astraflow.models.scoring.packing import TokenRows, rows_from_lists
 from astraflow.models.scoring.recompute import recompute_activations
 from astraflow.training.checkpoint import save_model
-from astraflow.training.parallel.ranks import ALONE, Ranks
+from astraflow.training.guards.batches import check_rows, longest_row
+from astraflow.training.guards.memory import naming_memory
+from astraflow.training.guards.packed import prepared_as_itself
+from astraflow.training.parallel.ranks import ALONE, Ranks, device_of
 from astraflow.training.parallel.scoring import Scoring
 from astraflow.training.step import Stepper, StepSettings
 
@@ -89,52 +92,51 @@ class Demonstrations:
         return self._examples[index]
 
 
-def supervised_steps(
-    model: PreTrainedModel, demonstrations: Demonstrations, section: WarmStartSection, optimizer: OptimizerSection,
-    tokens_per_microbatch: int, company: Company = Company(),  # frozen
-) -> dict[str, float]:  # fmt: skip
-    """Train `model` in place for `section.steps`; returns the metrics of the last step.
-
-    The optimizer is its own: `optimizer` with the learning rate of `section`, flat, and forgotten afterwards.
-    """
-    own = optimizer.model_copy(update={"lr": section.lr, "schedule": "constant", "warmup_steps": 0})
-    settings = StepSettings(own, section.steps, tokens_per_microbatch)
-    stepper = Stepper(
-        model, NegativeLogLikelihood(), settings, company.should_stop, company.ranks, company.score
-    )  # fmt: skip
-    begin = time.perf_counter()
-    metrics: dict[str, float] = {}
-    for step in range(section.steps):
-        metrics = _supervised_metrics(stepper.step(demonstrations.rows(step), 0))
-        if (step + 1) % 50 == 0 or step + 1 == section.steps:
-            log.info("supervised step %d of %d: loss %.4f", step + 1, section.steps, metrics["loss"])
-    return metrics | {"perf/wall_s": time.perf_counter() - begin}
-
-
 def warm_start(
     model: PreTrainedModel, model_directory: Path, config: RunConfig, policy: str,
     company: Company = Company(),  # frozen
 ) -> dict[str, float]:  # fmt: skip
-    """Take the warm start of a policy that has one, in place; returns the metrics of the last step."""
+    """Take the warm start of a policy that has one, in place; returns the metrics of the last step.
+
+    The optimizer is its own: that of the policy with the learning rate of the warm start, flat, and forgotten
+    afterwards.
+    """
     own = config.policies[policy]
     section = own.warm_start
     assert section is not None, policy
     spec = config.sources[section.source]
     source: Source = build("sources", spec.type, spec.options, f"sources.{section.source}")
-    tokenizer = ChatTokenizer(model_directory)
-    demonstrations = Demonstrations(source, section.source, tokenizer, section.batch, config.run.seed)
-    return supervised_steps(
-        model, demonstrations, section, own.optimizer, own.batch.tokens_per_microbatch, company
+    demonstrations = Demonstrations(
+        source, section.source, ChatTokenizer(model_directory), section.batch, config.run.seed
+    )
+    settings = StepSettings(
+        own.optimizer.model_copy(update={"lr": section.lr, "schedule": "constant", "warmup_steps": 0}),
+        section.steps, own.batch.tokens_per_microbatch, arithmetic=own.trainer.dtype,
     )  # fmt: skip
+    stepper = Stepper(model, NegativeLogLikelihood(), settings, company.should_stop, company.ranks, company.score)
+    begin = time.perf_counter()
+    metrics: dict[str, float] = {}
+    for step in range(section.steps):
+        rows = demonstrations.rows(step)
+        check_rows(rows, model)
+        with naming_memory(policy, own, longest_row(rows)):
+            metrics = _supervised_metrics(stepper.step(rows, 0))
+        if (step + 1) % 50 == 0 or step + 1 == section.steps:
+            log.info("supervised step %d of %d: loss %.4f", step + 1, section.steps, metrics["loss"])
+    return metrics | {"perf/wall_s": time.perf_counter() - begin}
 
 
 def run_sft(model_directory: Path, target: Path, config: RunConfig, policy: str) -> dict[str, float]:
     """Take the warm start of a policy as its run does and save it as a Hugging Face directory `target`."""
     torch.manual_seed(config.run.seed)
-    model = load_model(model_directory)
-    if (lora := config.policies[policy].lora) is not None:
-        add_lora(model, lora)
-    if config.policies[policy].trainer.gradient_checkpointing:
+    section = config.policies[policy]
+    with naming_memory(policy, section):
+        model = load_model(model_directory)
+        if section.lora is not None:
+            add_lora(model, section.lora)
+        model.to(device_of(section.trainer.device))  # type: ignore[arg-type]
+        prepared_as_itself(model, f"policies.{policy}.model")
+    if section.trainer.gradient_checkpointing:
         recompute_activations(model)
     metrics = warm_start(model, model_directory, config, policy)
     save_model(target, model, model_directory)

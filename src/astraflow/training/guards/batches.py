@@ -47,7 +47,8 @@ def check_rows(rows: TokenRows, model: PreTrainedModel) -> None:
         raise TrainingError(
             f"batch.rows[{int(np.diff(rows.starts).argmax())}]", f"{longest_row(rows)} tokens",
             f"is beyond the {limit} positions that the model has learned",
-            "lower sampling.max_tokens, the turns of the workflow or the limit of the engine",
+            "lower sampling.max_tokens, the turns of the workflow or the limit of the engine; or leave out longer "
+            "demonstrations",
         )  # fmt: skip
 
 
