@@ -44,6 +44,21 @@ def test_supervised_steps_lower_the_loss(tiny_char):
     assert not any(name.startswith("staleness/") for name in metrics)
 
 
+def test_the_rate_of_the_warm_start_is_its_own_and_flat(tiny_char, monkeypatch):
+    rates, step = [], Stepper.step
+
+    def note(self, *args):
+        metrics = step(self, *args)
+        rates.append(metrics["lr"])
+        return metrics
+
+    monkeypatch.setattr(Stepper, "step", note)
+    optimizer = {"lr": 1.0, "schedule": "linear", "warmup_steps": 2}
+    section = {"source": "demos", "steps": 4, "batch": 2, "lr": 2e-3}
+    warm_start(load_model(tiny_char), tiny_char, _config(tiny_char, warm_start=section, optimizer=optimizer), "actor")
+    assert rates == [2e-3] * 4
+
+
 def test_only_what_the_assistant_wrote_is_trained(tiny_char):
     rows = _demonstrations(tiny_char).rows(0)
     tokenizer = ChatTokenizer(tiny_char)

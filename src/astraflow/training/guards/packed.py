@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from astraflow.errors import ModelError
@@ -40,9 +41,10 @@ def prepared_as_itself(model: PreTrainedModel, what: str) -> PreTrainedModel:
 
 
 def _examples(model: PreTrainedModel) -> list[torch.Tensor]:
-    rows = model.get_input_embeddings().num_embeddings  # type: ignore[no-untyped-call]
+    inputs = model.get_input_embeddings()
+    assert isinstance(inputs, nn.Embedding)
     draw = torch.Generator().manual_seed(0)  # of its own: the run's stays as it is
-    examples = [torch.randint(0, int(rows), (length,), generator=draw) for length in LENGTHS]
+    examples = [torch.randint(0, inputs.num_embeddings, (length,), generator=draw) for length in LENGTHS]
     examples[1][:SHARED] = examples[0][:SHARED]
     return examples
 
@@ -62,6 +64,6 @@ def _packed(model: PreTrainedModel, examples: list[torch.Tensor]) -> torch.Tenso
     rows = rows_from_lists([(ids.numpy(), torch.arange(len(ids)).numpy() > 0) for ids in examples])
     (pack,) = pack_rows(rows, sum(LENGTHS))
     sizes = torch.from_numpy(pack.target_sequence).bincount().tolist()
-    own = packed_logprobs(model, pack, 1.0).logprobs.cpu().split(sizes)
+    own = torch.split(packed_logprobs(model, pack, 1.0).logprobs.cpu(), sizes)
     by_row = dict(zip(pack.rows.tolist(), own, strict=True))
     return torch.cat([by_row[row] for row in range(len(examples))])
