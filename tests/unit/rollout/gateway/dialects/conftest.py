@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +15,33 @@ import openai
 import pytest
 
 from astraflow.rollout.gateway.app import create_app
+from astraflow.rollout.gateway.core import Gateway
 from astraflow.wire.app import bind, serve
+
+
+@asynccontextmanager
+async def serving(gateway: Gateway) -> AsyncIterator[str]:
+    """The URL of a gateway, as agents get it: it ends in /v1."""
+    stop = asyncio.Event()
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    sock = bind("127.0.0.1", 0, "gateway.port")
+    server = asyncio.create_task(serve(create_app(gateway), sock, ready.set_result, stop, grace_s=1))
+    yield f"{await ready}/v1"
+    stop.set()
+    await server
+
+
+@pytest.fixture(scope="session")
+def served() -> Callable[[Gateway], AbstractAsyncContextManager[str]]:
+    """Serves any gateway."""
+    return serving
 
 
 @pytest.fixture
 async def url(world: Any) -> AsyncIterator[str]:
-    """Of the node, as agents get it: it ends in /v1."""
-    stop = asyncio.Event()
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    sock = bind("127.0.0.1", 0, "gateway.port")
-    server = asyncio.create_task(serve(create_app(world.gateway), sock, ready.set_result, stop, grace_s=1))
-    yield f"{await ready}/v1"
-    stop.set()
-    await server
+    """Of the gateway of `world`."""
+    async with serving(world.gateway) as where:
+        yield where
 
 
 @pytest.fixture
