@@ -27,7 +27,7 @@ from astraflow.dataflow.operators.source.chain import source_chain_of
 from astraflow.errors import AstraFlowError, ConfigError, ModelError, Problem, SourceError
 from astraflow.models.lora.targets import BUILT_IN_LAYERS, matching, stored_layers
 from astraflow.models.parts import check_parts
-from astraflow.models.stored import stored_shapes
+from astraflow.models.stored import in_part, stored_shapes
 from astraflow.observe.trackers import TRACKERS
 from astraflow.stages.context import StageRun, build_stage
 from astraflow.types import SourceView, Task
@@ -144,7 +144,7 @@ def model_problems(config: RunConfig) -> list[str]:
             except ModelError as error:
                 thing = setting if error.value == model else f"{setting}: {error.thing}"
                 problems.append(str(Problem(thing, error.value, error.rule, error.fix)))
-    return problems or [*_lora_problems(config), *_part_problems(config)]
+    return problems or [*_lora_problems(config), *_frozen_problems(config), *_part_problems(config)]
 
 
 def _lora_problems(config: RunConfig) -> list[str]:
@@ -158,6 +158,20 @@ def _lora_problems(config: RunConfig) -> list[str]:
         for target in policy.lora.targets:
             try:
                 matching(target.rpartition(".")[2] if built_in else target, BUILT_IN_LAYERS if built_in else layers)
+            except ModelError as error:
+                problems.append(str(Problem(f"policies.{name}.{error.thing}", error.value, error.rule, error.fix)))
+    return problems
+
+
+def _frozen_problems(config: RunConfig) -> list[str]:
+    """Parts that are none of the model; of built-in ones that is known when they are loaded."""
+    problems = []
+    for name, policy in config.policies.items():
+        if policy.model in BUILT_IN_MODELS:
+            continue
+        for part in policy.trainer.frozen:
+            try:
+                in_part(part, stored_shapes(Path(policy.model).expanduser()))
             except ModelError as error:
                 problems.append(str(Problem(f"policies.{name}.{error.thing}", error.value, error.rule, error.fix)))
     return problems

@@ -6,7 +6,8 @@ Reads a few headers; loads neither torch nor transformers, so that `astraflow va
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,25 @@ def difference(one: Shapes, other: Shapes) -> str | None:
         if here != there and not (None in (here, there) and name.endswith("lm_head.weight")):
             return f"{name} is {here or 'missing'}, not {there or 'missing'}"
     return None
+
+
+def in_part(part: str, names: Iterable[str]) -> list[str]:
+    """Those of the weights `names` that lie in `part` of a model: whole steps of their dotted names, as "embed_tokens",
+    "layers.0" or "mlp".
+
+    Raises: ModelError: none.
+    """
+    names = list(names)
+    found = [name for name in names if f".{part}." in f".{name}."]
+    if not found:
+        known = sorted({step for name in names for step in name.split(".") if not step.isdigit()})
+        near = get_close_matches(part, known, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise ModelError(
+            "trainer.frozen", part, "is no part of this model",
+            f"{hint}give steps of the names of its weights, as {names[0].rpartition('.')[0] if names else 'layers.0'}",
+        )  # fmt: skip
+    return found
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -43,6 +43,7 @@ from astraflow.training.guards.memory import naming_memory
 from astraflow.training.guards.packed import prepared_as_itself
 from astraflow.training.guards.resumed import check_same_model
 from astraflow.training.optimize.flops import StepCost, peak_tflops
+from astraflow.training.optimize.frozen import freeze
 from astraflow.training.optimize.minibatches import groups_of
 from astraflow.training.parallel.ranks import ALONE, Ranks, device_of
 from astraflow.training.parallel.scoring import scoring_of
@@ -122,6 +123,7 @@ class Learner:
         with naming_memory(self.policy, self.section):
             self.trained = load_trained(self.section, self._directory, resumed, adapters)
         self.model = self.trained.model
+        freeze(self.model, self.section.trainer.frozen)
         self._cost = StepCost(self.model)
         self._device = device_of(self.section.trainer.device)
         with naming_memory(self.policy, self.section):

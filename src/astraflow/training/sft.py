@@ -29,6 +29,7 @@ from astraflow.training.checkpoint import save_model
 from astraflow.training.guards.batches import check_rows, longest_row
 from astraflow.training.guards.memory import naming_memory
 from astraflow.training.guards.packed import prepared_as_itself
+from astraflow.training.optimize.frozen import freeze
 from astraflow.training.parallel.ranks import ALONE, Ranks, device_of
 from astraflow.training.parallel.scoring import Scoring
 from astraflow.training.step import Stepper, StepSettings
@@ -134,6 +135,7 @@ def run_sft(model_directory: Path, target: Path, config: RunConfig, policy: str)
         model = load_model(model_directory)
         if section.lora is not None:
             add_lora(model, section.lora)
+        freeze(model, section.trainer.frozen)
         model.to(device_of(section.trainer.device))  # type: ignore[arg-type]
         prepared_as_itself(model, f"policies.{policy}.model")
     if section.trainer.gradient_checkpointing:

@@ -48,6 +48,10 @@ def test_good_settings(policy):
         ),
         ({"algorithm": {"anchor": "proximal", "loss": "decoupled_ppo"}}, "anchor='proximal' takes away the weight"),
         ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage='gae' needs a critic; add policies.actor.critic"),
+        (
+            {"lora": {}, "trainer": {"frozen": ["layers.0"]}},
+            "trainer.frozen=['layers.0'] has no effect with",
+        ),
         ({"critic": {}}, "policies.actor.critic has no effect with policies.actor.algorithm.advantage='grpo'"),
         (
             {"optimizer": {"momentum": 0.9}},

@@ -133,6 +133,14 @@ def test_lora_targets_that_match_nothing_are_found_before_the_run_starts(model: 
     assert "did you mean 'q_proj'?" in problems[0] and "give names, no patterns" in problems[3]
 
 
+def test_frozen_parts_that_are_none_are_found_before_the_run_starts(own_model: Path) -> None:
+    good = config(policies={"actor": {"model": str(own_model), "trainer": {"frozen": ["embed_tokens", "layers.1"]}}})
+    assert not model_problems(good)
+    bad = config(policies={"actor": {"model": str(own_model), "trainer": {"frozen": ["layers.1", "layers.2"]}}})
+    (problem,) = model_problems(bad)
+    assert problem.startswith("policies.actor.trainer.frozen=layers.2 is no part of this model")
+
+
 def test_layers_of_the_built_in_models_are_those_of_the_loaded_one(own_model: Path) -> None:
     import torch
 

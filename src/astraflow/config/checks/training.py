@@ -19,6 +19,11 @@ def training_problems(config: RunConfig) -> list[str]:
             *_critic_problems(where, policy),
             *_distill_problems(where, policy),
         ]
+        if policy.lora is not None and policy.trainer.frozen:
+            problems.append(
+                f"{where}.trainer.frozen={policy.trainer.frozen} has no effect with {where}.lora, which trains nothing "
+                "but its adapter; leave it out, or name the layers of the adapter by lora.targets"
+            )
     return problems
 
 

@@ -149,6 +149,7 @@ class TrainerSection(Strict):
     tensor_parallel: int = Field(1, ge=1, description="ranks that hold a part of each linear layer; divides ranks")
     context_parallel: int = Field(1, ge=1, description="ranks that divide the tokens of a pack; divides ranks")
     threads: int = Field(0, ge=0, description="intra-op threads; 0: cores divided by torch processes, at least 1")
+    frozen: list[str] = Field([], description="parts of the model that are not trained, by the names of its weights")
     gradient_checkpointing: bool = Field(
         False, description="less memory for activations, about a third more arithmetic"
     )
