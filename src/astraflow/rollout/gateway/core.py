@@ -24,12 +24,13 @@ import msgspec
 from astraflow.errors import AstraFlowError, EngineError, GatewayError
 from astraflow.rollout.gateway.calls.answer import capture, choice_of, completion_of, finish_reason, live_reply
 from astraflow.rollout.gateway.calls.events import ChoiceEnded, Event, Finished, Started
-from astraflow.rollout.gateway.calls.options import check_options
+from astraflow.rollout.gateway.calls.live import LiveReply
+from astraflow.rollout.gateway.calls.options import check_options, has_options
 from astraflow.rollout.gateway.calls.retries import Retries, Retry
 from astraflow.rollout.gateway.calls.run import Run, Sample
 from astraflow.rollout.gateway.calls.wakeups import Wakeups
 from astraflow.rollout.gateway.contexts import policy_of
-from astraflow.rollout.gateway.dialect import ChatCompletion, ChatRequest, failure, read_request
+from astraflow.rollout.gateway.dialect import ChatCompletion, ChatRequest, Choice, failure, read_request
 from astraflow.rollout.gateway.dialects.responses.store import ResponseStore
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.gateway.episode import EpisodeCapture, OpenEpisode, PolicyCapture, dense
@@ -120,7 +121,7 @@ class Gateway:
         Raises: GatewayError: 400 bad request, 401 or 410 key, 404 policy, 499 cancelled, 503 engine, 504 deadline.
         """
         episode = self._episode(key)
-        run = self._run_of(episode, request, retry, stream=False)
+        run = self._begin(episode, request) if retry is None else self._run_of(episode, request, retry)
         if run.outcome is None:
             run.readers += 1
             try:
@@ -135,7 +136,7 @@ class Gateway:
     async def stream(self, key: str, request: ChatRequest, retry: Retry | None = None) -> AsyncGenerator[Event, None]:
         """The same as events, see `calls.events`. Closing the generator is hanging up."""
         episode = self._episode(key)
-        run = self._run_of(episode, request, retry, stream=True)
+        run = self._run_of(episode, request, retry or Retry(), stream=True)
         if isinstance(run.outcome, Exception) and not run.shown:
             raise run.outcome
         run.readers += 1
@@ -182,10 +183,8 @@ class Gateway:
             )  # fmt: skip
         return capture
 
-    def _run_of(self, episode: OpenEpisode, request: ChatRequest, retry: Retry | None, *, stream: bool) -> Run:
+    def _run_of(self, episode: OpenEpisode, request: ChatRequest, retry: Retry, *, stream: bool = False) -> Run:
         """The run that answers a request: that of an earlier try, or a new one."""
-        if retry is None:
-            return self._begin(episode, request, stream)
         if episode.retries is None:
             episode.retries = Retries()
         run = episode.retries.find(request, retry, stream=stream)
@@ -196,22 +195,23 @@ class Gateway:
         episode.retries.add(run, retry)
         return run
 
-    def _begin(self, episode: OpenEpisode, request: ChatRequest, stream: bool) -> Run:
+    def _begin(self, episode: OpenEpisode, request: ChatRequest, stream: bool = False) -> Run:
         """Ask the engine for every sample of a request."""
         capture = self._capture(episode, request.model)
-        check_options(request)
-        if request.tools:
-            capture.endpoint.check_tools(request.tools)
+        plain = not has_options(request)
+        if not plain:
+            check_options(request)
         run = Run(request, capture, capture.prompt(request))
-        stops = stop_strings(request)
-        sampling = self._admit(episode, run, stops)
+        stops = () if plain else stop_strings(request)
+        sampling = self._admit(episode, run, stops, plain)
         live = stream or bool(stops) or (request.parallel_tool_calls is False and bool(request.tools))
         for choice in range(request.n or 1):
             index = capture.next_index
             capture.next_index += 1
             request_id = f"{episode.lease.episode_id}/{episode.lease.attempt}/{capture.policy}/{index}"
             reply = live_reply(run, choice, index, stops) if live else None
-            run.samples.append(Sample(choice, index, request_id, for_choice(sampling, choice), reply))
+            own = for_choice(sampling, choice) if choice else sampling
+            run.samples.append(Sample(choice, index, request_id, own, reply))
         episode.runs.append(run)
         if stream:
             run.events.append(run.started())
@@ -221,7 +221,7 @@ class Gateway:
             run.deadline = asyncio.get_running_loop().call_later(self._call_timeout_s, self._expire, episode, run)
         return run
 
-    def _admit(self, episode: OpenEpisode, run: Run, stops: tuple[str, ...]) -> Sampling:
+    def _admit(self, episode: OpenEpisode, run: Run, stops: tuple[str, ...], plain: bool) -> Sampling:
         """The sampling of a request that may run; counts it."""
         request, capture, counters = run.request, run.capture, self._counters
         endpoint, length, num = capture.endpoint, len(run.prompt.ids), run.request.n or 1
@@ -236,24 +236,26 @@ class Gateway:
             )  # fmt: skip
         if capture.next_index + num > MAX_CALLS:
             raise GatewayError("calls", capture.next_index, f"must be <= {MAX_CALLS} in one episode", "end the episode")
-        stop_ids = single_token_stops(endpoint.chat, stops) if stops else ()
-        chosen = endpoint.agents_choose
-        sampling = effective(request, episode.lease, capture.sampling, room, stop_ids, chosen)
+        sampling = capture.sampling
+        if not plain or room < sampling.max_tokens:
+            stop_ids = single_token_stops(endpoint.chat, stops) if stops else ()
+            chosen = endpoint.agents_choose
+            counters["sampling_overridden"] += overridden(request, sampling, chosen)
+            sampling = effective(request, episode.lease, sampling, room, stop_ids, chosen)
         counters["calls"] += num
         counters["prompt_tokens"] += length * num
         counters["encoded_tokens"] += run.prompt.encoded
         if run.prompt.forked:
             counters["forks"] += 1
-        if overridden(request, capture.sampling, chosen):
-            counters["sampling_overridden"] += 1
         return sampling
 
     def _submit(self, episode: OpenEpisode, run: Run, sample: Sample) -> None:
         if run.outcome is not None:
             return  # another choice has failed already
-        post, loop = self._wakeups.post, asyncio.get_running_loop()
-        sink = None if sample.live is None else partial(post, loop, self._on_tokens, episode, run, sample)
-        engine = run.capture.endpoint.engine
+        engine, sink = run.capture.endpoint.engine, None
+        if sample.live is not None:
+            loop = asyncio.get_running_loop()
+            sink = partial(self._wakeups.post, loop, self._on_tokens, episode, run, sample)
         try:
             future = engine.submit(sample.request_id, run.prompt.ids, sample.sampling, sink)
         except EngineError as error:
@@ -262,7 +264,8 @@ class Gateway:
         if future.done():
             self._on_end(episode, run, sample, future)
         else:
-            future.add_done_callback(partial(post, loop, self._on_end, episode, run, sample))
+            loop = asyncio.get_running_loop()
+            future.add_done_callback(partial(self._wakeups.post, loop, self._on_end, episode, run, sample))
 
     def _on_tokens(
         self, episode: OpenEpisode, run: Run, sample: Sample, ids: Sequence[int], logprobs: Sequence[float],
@@ -277,7 +280,8 @@ class Gateway:
                 # A stop string or the only tool call is complete: what is sampled beyond it is not of this call.
                 run.capture.endpoint.engine.cancel(sample.request_id)
                 generation = sample.live.generation("stop")
-                self._sampled(episode, run, sample, generation, events + sample.live.end())
+                self._say_end(run, sample, sample.live, generation, events + sample.live.end())
+                self._sampled(episode, run, sample, generation)
             elif events and run.events:
                 run.publish(events)
         except Exception as error:
@@ -296,53 +300,56 @@ class Gateway:
             self._counters["dropped_tokens"] += max(0, len(generation.token_ids) - kept)
             return
         try:
-            self._ended(episode, run, sample, generation)
+            if generation.finish_reason in ("cancelled", "error"):
+                self._lost(episode, run, sample, generation)
+            elif sample.live is None:
+                self._sampled(episode, run, sample, generation)
+            else:
+                self._ended(episode, run, sample, sample.live, generation)
         except Exception as error:
             self._broken(episode, run, error)
 
-    def _ended(self, episode: OpenEpisode, run: Run, sample: Sample, generation: Generation) -> None:
-        if generation.finish_reason in ("cancelled", "error"):
-            self._counters["dropped_tokens"] += len(generation.token_ids)
-            if generation.finish_reason == "error":
-                self._fail(episode, run, self._engine_failure("the generation ended in an error"))
-                return
-            error = GatewayError("request", sample.request_id, "was cancelled", "ask again if the episode goes on", 499)
-            self._fail(episode, run, error)
+    def _lost(self, episode: OpenEpisode, run: Run, sample: Sample, generation: Generation) -> None:
+        self._counters["dropped_tokens"] += len(generation.token_ids)
+        if generation.finish_reason == "error":
+            self._fail(episode, run, self._engine_failure("the generation ended in an error"))
             return
-        events: list[Event] = []
-        if sample.live is not None:
-            events = sample.live.feed_rest(generation) + sample.live.end()
-            if sample.live.stopped:
-                self._counters["dropped_tokens"] += len(generation.token_ids) - len(sample.live)
-                generation = sample.live.generation("stop")
-        self._sampled(episode, run, sample, generation, events)
+        error = GatewayError("request", sample.request_id, "was cancelled", "ask again if the episode goes on", 499)
+        self._fail(episode, run, error)
 
-    def _sampled(
-        self, episode: OpenEpisode, run: Run, sample: Sample, generation: Generation, events: list[Event]
-    ) -> None:
-        """A sample is whole; with the last of them, so is the answer."""
-        sample.generation = generation
-        live = sample.live
-        if run.events and live is not None:
+    def _ended(self, episode: OpenEpisode, run: Run, sample: Sample, live: LiveReply, generation: Generation) -> None:
+        """The end of a reply that is read while it is sampled."""
+        events = live.feed_rest(generation) + live.end()
+        if live.stopped:
+            self._counters["dropped_tokens"] += len(generation.token_ids) - len(live)
+            generation = live.generation("stop")
+        self._say_end(run, sample, live, generation, events)
+        self._sampled(episode, run, sample, generation)
+
+    def _say_end(self, run: Run, sample: Sample, live: LiveReply, generation: Generation, events: list[Event]) -> None:
+        if run.events:
             reason = finish_reason(live.words, generation)
             run.publish([*events, ChoiceEnded(sample.choice, reason, live.words.stop, live.rest_of_logprobs())])
-        if all(other.generation is not None for other in run.samples):
-            completion = self._recorded(run)
-            if run.events:
-                run.events.append(Finished(completion))
-            self._over(episode, run, completion)
 
-    def _recorded(self, run: Run) -> ChatCompletion:
-        choices, num_sampled = [], 0
-        for sample in run.samples:
-            generation = sample.generation
-            assert generation is not None
-            words, malformed = capture(run, sample, generation)
+    def _sampled(self, episode: OpenEpisode, run: Run, sample: Sample, generation: Generation) -> None:
+        """A sample is whole; with the last of them, so is the answer."""
+        sample.generation = generation
+        if len(run.samples) > 1 and any(other.generation is None for other in run.samples):
+            return
+        choices = [self._record(run, sample) for sample in run.samples]
+        completion = completion_of(run, choices)
+        if run.events:
+            run.events.append(Finished(completion))
+        self._over(episode, run, completion)
+
+    def _record(self, run: Run, sample: Sample) -> Choice:
+        generation = sample.generation
+        assert generation is not None
+        words, malformed = capture(run, sample, generation)
+        if malformed:
             self._counters["malformed_tool_calls"] += malformed
-            num_sampled += len(generation.token_ids)
-            choices.append(choice_of(run, sample, words, generation))
-        self._counters["sampled_tokens"] += num_sampled
-        return completion_of(run, choices, num_sampled)
+        self._counters["sampled_tokens"] += len(generation.token_ids)
+        return choice_of(run, sample, words, generation)
 
     def _fail(self, episode: OpenEpisode, run: Run, error: Exception) -> None:
         """End a run by an error: nothing of it is captured."""
@@ -368,8 +375,7 @@ class Gateway:
                     continue
                 sample.live.end()
                 sample.generation = sample.live.generation("cancelled")
-            self._counters["sampled_tokens"] += len(sample.generation.token_ids)
-            capture(run, sample, sample.generation)
+            self._record(run, sample)
         self._over(episode, run, error)
 
     def _leave(self, episode: OpenEpisode, run: Run) -> None:
@@ -388,10 +394,10 @@ class Gateway:
 
     def _over(self, episode: OpenEpisode, run: Run, outcome: ChatCompletion | Exception) -> None:
         episode.runs.remove(run)
-        episode.called = time.monotonic()
         if run.deadline is not None:
             run.deadline.cancel()
         run.settle(outcome)
+        episode.called = run.ended_s
 
     def _broken(self, episode: OpenEpisode, run: Run, error: Exception) -> None:
         """A fault of the gateway itself is the error of this request, and of no other."""

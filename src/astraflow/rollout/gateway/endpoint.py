@@ -63,8 +63,8 @@ class PolicyEndpoint:
         self._ids: dict[str, np.ndarray] = {}
         self._good_tools: dict[bytes, None] = {}
 
-    def check_tools(self, tools: list[dict[str, Any]]) -> None:
-        """Raises: GatewayError (400): one of them is none. Equal tools are looked at once."""
+    def _check_tools(self, tools: list[dict[str, Any]]) -> None:
+        """Equal tools are looked at once."""
         key = msgspec.json.encode(tools)
         if key not in self._good_tools:
             check_tools(tools)
@@ -81,10 +81,15 @@ class PolicyEndpoint:
         return ids
 
     def render(self, key: Hashable, messages: Sequence[Message], tools: Tools) -> str:
-        """The text of a request. `key`: equal for equal messages; short texts are kept, as siblings say the same."""
+        """The text of a request. `key`: equal for equal messages; short texts are kept, as siblings say the same.
+
+        Raises: GatewayError (400): tools that are none. ModelError: the template refuses the messages.
+        """
         found = self._texts.get(key)
         if found is not None and found[0] == tools:
             return found[1]
+        if tools:
+            self._check_tools(tools)
         text = self.chat.render(messages, tools, add_generation_prompt=True)
         if len(text) <= _KEPT_CHARS:
             _keep(self._texts, key, (tools, text))

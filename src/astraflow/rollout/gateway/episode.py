@@ -40,7 +40,10 @@ class PolicyCapture:
         agent = agent_of(request.model)
         if isinstance(request, RawRequest):
             return self._raw.setdefault(agent, RawContexts(self.endpoint)).prompt(request.prompt)
-        return self._contexts.setdefault(agent, Contexts(self.endpoint)).prompt(request.messages, request.tools)
+        contexts = self._contexts.get(agent)
+        if contexts is None:
+            contexts = self._contexts[agent] = Contexts(self.endpoint)
+        return contexts.prompt(request.messages, request.tools)
 
     def remember(self, agent: str, prompt: Prompt, reply: Reply) -> None:
         """A finished call may be continued."""

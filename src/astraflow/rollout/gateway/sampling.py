@@ -60,8 +60,8 @@ def effective(
 
 
 def for_choice(sampling: Sampling, choice: int) -> Sampling:
-    """Of choice number `choice`: with one seed for all, they would be equal."""
-    if sampling.seed is None or not choice:
+    """Of choice number `choice` > 0: with one seed for all, they would be equal."""
+    if sampling.seed is None:
         return sampling
     return msgspec.structs.replace(sampling, seed=xxhash.xxh32_intdigest(f"{sampling.seed}/{choice}".encode()))
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -29,7 +30,7 @@ Piece = str | Thought | ToolCall
 """A piece of content, of reasoning, or a whole tool call."""
 
 
-class Opening(NamedTuple):
+class Opening(msgspec.Struct):
     """What a reader may know of the request whose reply it reads."""
 
     tools: Sequence[dict[str, Any]]  # empty: none were offered, or none are wanted
@@ -169,13 +170,16 @@ class HermesReader:
         return self._content.say(self._held) + self._content.end()
 
 
+ReadWhole = Callable[[str], list[FunctionCall] | None]
+
+
 class WholeReader:
     """Text that is a call as a whole or not at all. `may_be`: matches every start of a call; `read`: the functions that
-    a whole text calls, None if it calls none."""
+    a whole text calls, None if it only looks like a call, empty where nothing can be called so."""
 
     __slots__ = ("_call_index", "_held", "_may_be", "_open", "_read", "num_malformed")
 
-    def __init__(self, call_index: int, may_be: re.Pattern[str], read: Any) -> None:
+    def __init__(self, call_index: int, may_be: re.Pattern[str], read: ReadWhole) -> None:
         self._call_index, self._may_be, self._read = call_index, may_be, read
         self._held, self._open, self.num_malformed = "", True, 0
 
@@ -192,9 +196,9 @@ class WholeReader:
         """The calls, or the text."""
         if not self._held:
             return []
-        functions: list[FunctionCall] | None = self._read(self._held)
-        if functions is None:
-            self.num_malformed = 1
+        functions = self._read(self._held)
+        if not functions:
+            self.num_malformed = int(functions is None)
             return [self._held]
         return [ToolCall(f"call_{self._call_index}_{n}", function) for n, function in enumerate(functions)]
 
@@ -236,18 +240,7 @@ class BracketParser:
 
     def open(self, opening: Opening) -> ReplyReader:
         """One call or none."""
-        tools = opening.tools
-        function = (tools[0].get("function") or {}) if len(tools) == 1 else {}
-        parameter = _only_string_parameter(function)
-        if parameter is None:
-            return PlainReader()
-
-        def read(text: str) -> list[FunctionCall] | None:
-            if not (len(text) > 2 and text.endswith("]")):
-                return None
-            return [FunctionCall(str(function.get("name")), msgspec.json.encode({parameter: text[1:-1]}).decode())]
-
-        return WholeReader(opening.call_index, _BRACKET, read)
+        return WholeReader(opening.call_index, _BRACKET, partial(_bracket_calls, opening.tools))
 
 
 def parser_for(name: str, chat: Renderer, where: str = "tool_parser") -> ToolParser:
@@ -333,6 +326,16 @@ def _llama_calls(text: str) -> list[FunctionCall] | None:
         functions.append(function_call(call.name, call.parameters))
         rest = rest[end:].lstrip("; \n")
     return functions or None
+
+
+def _bracket_calls(tools: Sequence[dict[str, Any]], text: str) -> list[FunctionCall] | None:
+    function = (tools[0].get("function") or {}) if len(tools) == 1 else {}
+    parameter = _only_string_parameter(function)
+    if parameter is None:
+        return []
+    if not (len(text) > 2 and text.endswith("]")):
+        return None
+    return [FunctionCall(str(function.get("name")), msgspec.json.encode({parameter: text[1:-1]}).decode())]
 
 
 def _only_string_parameter(function: dict[str, Any]) -> str | None:

@@ -28,9 +28,8 @@ def live_reply(run: Run, choice: int, index: int, stops: tuple[str, ...]) -> Liv
     capture = run.capture
     endpoint = capture.endpoint
     hidden = frozenset((*endpoint.eos_texts, *capture.sampling.stop_token_ids))
-    reader = _reader(run, index)
-    stream = TextStream(endpoint.chat, hidden, skip_special_tokens=not _reads_specials(run))
-    live = LiveReply(choice, stream, StopScanner(stops), reader or PlainReader())
+    reader, skip = _reader(run, index) or PlainReader(), not endpoint.tool_parser.always
+    live = LiveReply(choice, TextStream(endpoint.chat, hidden, skip), StopScanner(stops), reader)
     live.one_call = run.request.parallel_tool_calls is False
     if run.request.logprobs:
         live.with_logprobs(_row(endpoint.chat))
@@ -48,7 +47,7 @@ def capture(run: Run, sample: Sample, generation: Generation) -> tuple[Words, in
     else:
         hidden = eos_text is not None or last in of.sampling.stop_token_ids
         ids = sampled[:-1] if hidden else sampled
-        words, malformed = _read(run, sample, endpoint.chat.decode(ids, not _reads_specials(run)))
+        words, malformed = _read(run, sample, endpoint.chat.decode(ids, not endpoint.tool_parser.always))
     agent = agent_of(run.request.model)
     of.calls.append(
         Call(of.policy, sample.index, run.prompt.ids, generation, sample.sampling, run.prompt.forked, agent)
@@ -85,9 +84,13 @@ def finish_reason(words: Words, generation: Generation) -> str:
     return "tool_calls" if words.calls else generation.finish_reason
 
 
-def completion_of(run: Run, choices: list[Choice], num_sampled: int) -> ChatCompletion:
+def completion_of(run: Run, choices: list[Choice]) -> ChatCompletion:
     """The whole answer. The prompt counts once, however many choices it has."""
     num_prompt = len(run.prompt.ids)
+    num_sampled = 0
+    for sample in run.samples:
+        if sample.generation is not None:
+            num_sampled += len(sample.generation.token_ids)
     completion = ChatCompletion(
         id=run.id, created=run.created, model=run.request.model, choices=choices,
         usage=Usage(num_prompt, num_sampled, num_prompt + num_sampled),
@@ -98,14 +101,11 @@ def completion_of(run: Run, choices: list[Choice], num_sampled: int) -> ChatComp
 
 
 def _read(run: Run, sample: Sample, text: str) -> tuple[Words, int]:
-    words = Words()
-    words.text = text
     reader = _reader(run, sample.index)
     if reader is None:
-        words.content = text
-        return words, 0
-    words.add(reader.feed(text))
-    words.add(reader.end())
+        return Words(text, text), 0
+    words = Words(text)
+    words.add(reader.feed(text) + reader.end())
     return words, reader.num_malformed
 
 
@@ -116,10 +116,6 @@ def _reader(run: Run, index: int) -> ReplyReader | None:
         return None
     tools = (request.tools or []) if request.tool_choice != "none" else []
     return parser.open(Opening(tools, index, run.prompt.text))
-
-
-def _reads_specials(run: Run) -> bool:
-    return run.capture.endpoint.tool_parser.always and run.prompt.node is not None
 
 
 def _row(chat: Chat) -> LogprobRow:

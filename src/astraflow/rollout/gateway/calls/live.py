@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 
 from astraflow.rollout.gateway.calls.decoding import TextStream
@@ -20,17 +21,14 @@ LogprobRow = Callable[[int, float], TokenLogprob]
 """(token id, logprob) -> its row in the reply."""
 
 
-class Words:
+class Words(msgspec.Struct):
     """What a reply consists of."""
 
-    __slots__ = ("calls", "content", "reasoning", "stop", "text")
-
-    def __init__(self) -> None:
-        self.text = ""  # all of it, as the policy wrote it, without its EOS
-        self.content = ""
-        self.reasoning = ""
-        self.calls: list[ToolCall] = []
-        self.stop: str | None = None  # the stop string that was met
+    text: str = ""  # all of it, as the policy wrote it, without its EOS
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = []
+    stop: str | None = None  # the stop string that was met
 
     def add(self, pieces: list[Piece]) -> None:
         """More of it, as a reader gives it."""

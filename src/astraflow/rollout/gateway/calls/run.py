@@ -10,6 +10,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from astraflow.rollout.gateway.calls.events import Event, Started
 from astraflow.rollout.gateway.contexts import Prompt
 from astraflow.rollout.gateway.dialect import ChatCompletion, ChatRequest
@@ -20,15 +22,15 @@ if TYPE_CHECKING:
     from astraflow.rollout.gateway.episode import PolicyCapture
 
 
-class Sample:
+class Sample(msgspec.Struct, eq=False):
     """One choice of a request: a call of its own, with a request of its own to the engine."""
 
-    __slots__ = ("choice", "generation", "index", "live", "request_id", "sampling")
-
-    def __init__(self, choice: int, index: int, request_id: str, sampling: Sampling, live: LiveReply | None) -> None:
-        self.choice, self.index, self.request_id, self.sampling = choice, index, request_id, sampling
-        self.live = live  # None: it is read at the end as a whole
-        self.generation: Generation | None = None  # what is captured of it, once that is certain
+    choice: int
+    index: int  # of the call
+    request_id: str
+    sampling: Sampling
+    live: LiveReply | None  # None: it is read at the end as a whole
+    generation: Generation | None = None  # what is captured of it, once that is certain
 
 
 class Run:
@@ -69,12 +71,14 @@ class Run:
     def publish(self, events: list[Event]) -> None:
         """More has been said."""
         self.events += events
-        self._wake()
+        if self._waiters:
+            self._wake()
 
     def settle(self, outcome: ChatCompletion | Exception) -> None:
         """It is over."""
         self.outcome, self.ended_s = outcome, time.monotonic()
-        self._wake()
+        if self._waiters:
+            self._wake()
 
     async def change(self) -> None:
         """Returns after the next `publish` or `settle`."""
