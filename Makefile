@@ -87,7 +87,7 @@ faults: $(VENV)/.dev  ## kill, delay, cut and corrupt: the accounting law must h
 soak: $(VENV)/.dev  ## 300 steps of 1 MB rollouts: memory, open files and disk stay flat
 	@$(BIN)/python -m astraflow.testing.faults.soak $(ARGS)
 
-openapi: $(VENV)/.dev  ## write docs/openapi.json and docs/openapi-weights.json from the code
+openapi: $(VENV)/.dev  ## write docs/openapi*.json from the code
 	@$(BIN)/python scripts/openapi.py
 
 bench-loop: $(VENV)/.dev  ## speed of the whole loop against a plain single-process loop

@@ -98,6 +98,13 @@ class Dataflow(RuleBasedStateMachine):
         self.desk.do(c.Expire(leases=[(lease.episode_id, lease.attempt)]))
         self.lost.append((node, lease))
 
+    @rule(data=st.data(), counts=st.booleans())
+    @precondition(lambda self: self.held)
+    def lease_is_returned(self, data: st.DataObject, counts: bool) -> None:
+        node, lease = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.desk.do(c.ReturnEpisodes(node, [(lease.episode_id, lease.attempt, counts)]))
+        self.lost.append((node, lease))
+
     @rule(node=NODES, died=st.booleans())
     def node_goes_and_comes_back(self, node: str, died: bool) -> None:
         self.desk.do(c.Expire(nodes=[node]) if died else c.DrainNode(node))

@@ -98,6 +98,31 @@ def test_draining_gives_leases_back_without_counting_an_attempt_as_lost(desk: De
     assert desk.machine.state.num_lost == 0 and len(desk.machine.state.groups) == 1
 
 
+def test_what_a_node_returns_is_offered_again_and_counts_only_if_it_says_so(desk: Desk) -> None:
+    first, second, kept = desk.lease(3)
+    desk.do(c.ReturnEpisodes("n", [(first.episode_id, 1, False), (second.episode_id, 1, True)]))
+    assert list(desk.machine.state.nodes["n"].held) == [kept.episode_id] and desk.machine.state.num_lost == 1
+    again = desk.lease(2, node="other")
+    assert [(x.episode_id, x.attempt) for x in again] == [(first.episode_id, 2), (second.episode_id, 2)]
+    assert desk.commit([first])[first.episode_id] == "refused: attempt 1 is over, attempt 2 is held by other"
+    before = desk.machine.snapshot()
+    foreign = [(first.episode_id, 2, True), (second.episode_id, 1, True), ("train/9/9/9", 1, True)]
+    desk.do(c.ReturnEpisodes("n", foreign))  # held by others, over, never heard of
+    assert desk.machine.snapshot() == before
+    with pytest.raises(c.Refusal, match="join again"):
+        desk.do(c.ReturnEpisodes("stranger", []))
+
+
+def test_an_episode_that_is_returned_as_lost_too_often_fails(desk: Desk) -> None:
+    for attempt in (1, 2):
+        (lease,) = desk.lease(1)
+        assert lease.attempt == attempt
+        desk.do(c.ReturnEpisodes("n", [(lease.episode_id, attempt, True)]))
+    (group,) = desk.machine.state.groups.values()
+    assert group.results[0] is not None and group.results[0].error == "lost: 2 attempts ended without a result"
+    check_law(desk.machine)
+
+
 def test_an_exact_duplicate_is_known_also_after_its_group_is_closed(desk: Desk) -> None:
     leases = desk.lease(2)
     assert set(desk.commit(leases, [0.0, 1.0]).values()) == {"accepted"}

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -79,13 +80,21 @@ class SignsOfLife:
         self._last.pop(key, None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DoorFacts:
+    """What a door says and does beside handing out episodes."""
+
+    policies: list[str]  # that episodes may call
+    waiting: Callable[[], dict[str, int]]  # source -> episodes that no client has asked for, for people
+    more: Sequence[Route] = ()  # below /swarm
+
+
 def create_door(
-    pool: SwarmPool, gateway_app: ASGIApp, signs: SignsOfLife, waiting: Callable[[], dict[str, int]], token: str | None,
-    policies: list[str],
-) -> ASGIApp:  # fmt: skip
-    """The app of a door. `waiting()`: source -> episodes that no client has asked for, for people."""
-    endpoints = _Endpoints(pool, waiting, policies)
-    swarm = create_app(endpoints.routes(), token=token, max_body_bytes=MAX_BODY_BYTES, bare=True)
+    pool: SwarmPool, gateway_app: ASGIApp, signs: SignsOfLife, facts: DoorFacts, token: str | None
+) -> ASGIApp:
+    """The app of a door."""
+    routes = [*_Endpoints(pool, facts).routes(), *facts.more]
+    swarm = create_app(routes, token=token, max_body_bytes=MAX_BODY_BYTES, bare=True)
     swarm.add_exception_handler(HTTPException, _no_route)
     return signs.before(Starlette(routes=[Mount("/swarm", swarm), Mount("/", gateway_app)]))
 
@@ -93,8 +102,8 @@ def create_door(
 class _Endpoints:
     """One method per request."""
 
-    def __init__(self, pool: SwarmPool, waiting: Callable[[], dict[str, int]], policies: list[str]) -> None:
-        self._pool, self._waiting, self._policies = pool, waiting, policies
+    def __init__(self, pool: SwarmPool, facts: DoorFacts) -> None:
+        self._pool, self._facts = pool, facts
         self._heartbeat_s = min(_LONGEST_HEARTBEAT_S, pool.dead_after_s / 4)
 
     def routes(self) -> list[Route]:
@@ -105,6 +114,7 @@ class _Endpoints:
             Route("/episodes/{episode_id:path}/fail", self.fail, methods=["POST"]),
             Route("/episodes/{episode_id:path}/abort", self.abort, methods=["POST"]),
             Route("/status", self.status),
+            Route("/openapi.json", self.openapi),
         ]
 
     async def leases(self, request: Request) -> Response:
@@ -117,7 +127,7 @@ class _Endpoints:
         except asyncio.CancelledError:  # by the server, which stops
             said = "door=stopping gives nothing any more; ask again when it is back"
             return json_reply(Failure(said, "SwarmError"), 503)
-        base_url = _base_url(request)
+        base_url = base_url_of(request)
         leases = [_lease(each, base_url) for each in held]
         return json_reply(
             m.PlaysReply(leases=leases, heartbeat_s=self._heartbeat_s, dead_after_s=self._pool.dead_after_s)
@@ -164,10 +174,15 @@ class _Endpoints:
         return json_reply(
             m.SwarmStatus(
                 clients=pool.records.status(now, pool.playing()), playing=pool.num_playing,
-                waiting=self._waiting(), asked=pool.asked, endings=dict(pool.records.endings),
-                codes=dict(pool.records.codes), policies=self._policies,
+                waiting=self._facts.waiting(), asked=pool.asked, endings=dict(pool.records.endings),
+                codes=dict(pool.records.codes), policies=self._facts.policies,
             )
         )  # fmt: skip
+
+    async def openapi(self, request: Request) -> Response:
+        from astraflow.wire.describe.swarm import swarm_document  # hardly ever asked for
+
+        return json_reply(swarm_document())
 
     def _mine(self, episode_id: str, body: m.Finish | m.Fail | m.Abort) -> Held:
         self._pool.refuse_when_over(body.client)
@@ -239,7 +254,7 @@ def _lease(held: Held, base_url: str) -> m.PlayLease:
     )  # fmt: skip
 
 
-def _base_url(request: Request) -> str:
+def base_url_of(request: Request) -> str:
     """By the address that the client used, so that it holds behind a forwarded port and a TLS proxy."""
     told = request.headers.get("x-forwarded-proto", "")
     scheme = told if told in ("http", "https") else request.url.scheme

@@ -23,7 +23,7 @@ STATUSES = {
     400: "the body was cut; send the request again",
     401: "the token is missing or wrong",
     404: "the id is unknown (a node: join again)",
-    409: "refused by the state of the run",
+    409: "refused by the state of the run (an episode of the swarm: over, or somebody else's)",
     410: "the run is over for this policy",
     413: "the body is larger than dataflow.max_body_bytes",
     415: "the body is of another content type",
@@ -63,8 +63,8 @@ class Operation:
     partial: bool = False  # 206 is possible
 
 
-def document(title: str, about: str, operations: Sequence[Operation]) -> dict[str, Any]:
-    """The whole document."""
+def document(title: str, about: str, operations: Sequence[Operation], *, bare: bool = False) -> dict[str, Any]:
+    """The whole document. `bare`: requests need no header of the protocol."""
     structs: dict[type[msgspec.Struct], None] = {Failure: None}
     for operation in operations:
         for part in (operation.body, operation.reply):
@@ -75,7 +75,7 @@ def document(title: str, about: str, operations: Sequence[Operation]) -> dict[st
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         path = _PARAMETER.sub(r"{\1}", operation.path)
-        paths.setdefault(path, {})[operation.method.lower()] = _operation(operation)
+        paths.setdefault(path, {})[operation.method.lower()] = _operation(operation, bare=bare)
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": __version__, "description": about},
@@ -102,14 +102,14 @@ def to_json(document: dict[str, Any]) -> str:
     return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
 
 
-def _operation(operation: Operation) -> dict[str, Any]:
+def _operation(operation: Operation, *, bare: bool) -> dict[str, Any]:
     names = _PARAMETER.findall(operation.path)
     found: dict[str, Any] = {
         "operationId": operation.name,
         "tags": [operation.sender],
         "summary": operation.about,
         "parameters": [
-            *([] if operation.method == "GET" else [{"$ref": "#/components/parameters/protocol"}]),
+            *([] if bare or operation.method == "GET" else [{"$ref": "#/components/parameters/protocol"}]),
             *({"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names),
         ],
         "responses": _responses(operation),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from astraflow.types import BatchHeader
+from astraflow.types import BatchHeader, Task
 from astraflow.wire import messages as m
 from astraflow.wire.codec import TRAINING_SCHEMA, TRAJECTORY_SCHEMA
 from astraflow.wire.describe.openapi import Arrow, Operation, document
@@ -94,6 +94,10 @@ OPERATIONS = (
     Operation(
         method="POST", path="/relays/{relay_id}", name="relay", sender="relay", body=m.Relay, reply=m.RelayReply,
         about="I serve weights: nodes are told of me while I say so", refusals=(*_BODY, 409, 503),
+    ),
+    Operation(
+        method="GET", path="/sources/{source}/rows/{row}", name="row", sender="node", reply=Task,
+        about="The task of one row, to try a workflow on it", refusals=(404,),
     ),
     Operation(
         method="GET", path="/status", name="status", sender="anyone", reply="application/json",

@@ -38,7 +38,7 @@ class PlaysRequest(msgspec.Struct, kw_only=True):
 
     client: Id  # unique per process start
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] = 1
-    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 0.0
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 20.0  # 0: only what waits at the door already
     request_id: Annotated[str, msgspec.Meta(max_length=256)] = (
         ""  # a repeated one gets what is held of the same; "": none
     )

@@ -329,3 +329,16 @@ def test_status_and_stats_say_who_plays_what(bench, plain):
     stats = bench.call(bench.swarm.stats)
     assert stats["swarm/clients"] == stats["swarm/clients/1.2"] == stats["swarm/playing"] == 1.0
     assert stats["swarm/episodes_done"] == stats["swarm/episodes_aborted"] == 1.0
+
+
+def test_the_document_of_the_door_names_every_route_and_no_other(bench, plain):
+    _, document = plain.send("GET", "/swarm/openapi.json")
+    asked = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    mount = bench.swarm.door._app.routes[0].app
+    served = {
+        (method, "/swarm" + route.path.replace(":path", ""))
+        for route in mount.routes
+        if route.path != "/health"
+        for method in route.methods - {"HEAD"}
+    }
+    assert asked == served
