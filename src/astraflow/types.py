@@ -44,8 +44,8 @@ class Task(msgspec.Struct, frozen=True):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Every sampling parameter, always explicit: nothing is ever taken from a model's generation config.
 
-    Logprobs are those of `log_softmax(logits / temperature)` before top-k/top-p. temperature 0 is greedy (evaluation
-    only); its logprobs are those of temperature 1.
+    Logprobs are those of `log_softmax(logits / temperature)` before top-k/top-p, or of `logprob_temperature` where that
+    is given (the trainer scores at one temperature). temperature 0 is greedy; its logprobs are those of temperature 1.
     """
 
     temperature: float = 1.0  # >= 0

@@ -94,6 +94,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
     },
     "tool_parsers": {
         "hermes": "astraflow.rollout.gateway.tools:HermesParser",
+        "llama3": "astraflow.rollout.gateway.tools:LlamaParser",
         "bracket": "astraflow.rollout.gateway.tools:BracketParser",
         "none": "astraflow.rollout.gateway.tools:NoParser",
     },

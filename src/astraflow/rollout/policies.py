@@ -157,4 +157,5 @@ def _endpoint(name: str, section: PolicySection, options: PolicyOptions, directo
         engine: Engine = build("engines", section.engine.type, settings, f"{where}.engine", model_dir=directory)
     except EngineError as error:  # an option out of its range will be that at every start
         raise Problem(f"policies.{name}.{error.thing}", error.value, error.rule, error.fix) from error
-    return PolicyEndpoint(engine, chat, parser_for(section.tool_parser, chat, f"{where}.tool_parser"))
+    parser = parser_for(section.tool_parser, chat, f"{where}.tool_parser")
+    return PolicyEndpoint(engine, chat, parser, agents_choose=section.sampling.agents_choose)

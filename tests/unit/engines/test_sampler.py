@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from astraflow.engines.local.sampler import row_key, sample, uniforms
 from astraflow.errors import EngineError
 
-ROW = np.dtype([("temperature", float), ("top_p", float), ("top_k", np.int64)])
+ROW = np.dtype([("temperature", float), ("logprob_temperature", float), ("top_p", float), ("top_k", np.int64)])
 
 
 def rows(count: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> np.ndarray:
-    return np.array([(temperature, top_p, top_k)] * count, ROW)
+    return np.array([(temperature, temperature or 1.0, top_p, top_k)] * count, ROW)
 
 
 def draw(logits: torch.Tensor, count: int = 20000, **settings: float) -> np.ndarray:
@@ -88,3 +88,18 @@ def test_numbers_of_a_key_depend_on_nothing_else_and_are_uniform() -> None:
     assert abs(table.mean() - 0.5) < 0.01
     assert abs(np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]) < 0.04
     assert len(np.unique(table)) == table.size
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("told", [0.7, 1.0])
+def test_logprobs_may_be_told_at_another_temperature_than_that_of_the_draw(temperature: float, told: float) -> None:
+    logits = torch.tensor([[0.0, 1.0, 3.0]]).expand(3, -1)
+    settings = rows(3, temperature=temperature)
+    settings["logprob_temperature"][1] = told
+    uniform = np.full(3, 0.4)
+    ids, logprobs = sample(logits, settings, uniform)
+    assert len(set(ids.tolist())) == 1  # it changes no draw
+    expected = torch.log_softmax(torch.tensor([0.0, 1.0, 3.0]) / told, -1)[ids[1]]
+    assert logprobs[1] == pytest.approx(float(expected), abs=1e-6)
+    own = torch.log_softmax(torch.tensor([0.0, 1.0, 3.0]) / (temperature or 1), -1)[ids[0]]
+    assert logprobs[0] == logprobs[2] == pytest.approx(float(own), abs=1e-6)

@@ -16,6 +16,9 @@ class SamplingSection(Strict):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, description="0: off")
     max_tokens: int = Field(256, ge=1, description="new tokens of one call; agents may ask for less")
+    agents_choose: list[Literal["temperature", "top_p", "top_k"]] = Field(
+        [], description="what follows an agent's request where it names a value; the rest is as set here"
+    )
 
 
 class EngineSection(Component):
@@ -174,4 +177,4 @@ class PolicySection(Strict):
     critic: Annotated[CriticSection | None, BeforeValidator(or_none)] = None
     lora: Annotated[LoraSection | None, BeforeValidator(or_none)] = None
     trainer: TrainerSection = TrainerSection()
-    tool_parser: str = Field("auto", description="how tool calls are read from text: auto, hermes, bracket, none")
+    tool_parser: str = Field("auto", description="how tool calls are read: auto, hermes, llama3, bracket, none")

@@ -20,6 +20,7 @@ _ROW = np.dtype(
         ("key", np.uint64),  # of its random numbers
         ("cached", np.int64),  # the one version that all its stored keys and values are of; NO_VERSION: of several
         ("temperature", np.float64),
+        ("logprob_temperature", np.float64),
         ("top_p", np.float64),
     ]
 )
@@ -59,7 +60,7 @@ class Rows:
 
     @property
     def records(self) -> np.ndarray:
-        """[n] records: length, prompt, limit, top_k, key, cached, temperature, top_p."""
+        """[n] records: length, prompt, limit, top_k, key, cached, temperature, logprob_temperature, top_p."""
         return self._records[: len(self.requests)]
 
     def prefix(self, row: int) -> np.ndarray:
@@ -80,8 +81,10 @@ class Rows:
             self._tokens = _widened(self._tokens, max(limit, self._tokens.shape[1] * 3 // 2), 0)
         if len(sampling.stop_token_ids) > self._stops.shape[1]:
             self._stops = _widened(self._stops, len(sampling.stop_token_ids), -1)
+        temperature, told = sampling.temperature, sampling.logprob_temperature
         self._records[row] = (
-            size, size, limit, sampling.top_k, request.key, version, sampling.temperature, sampling.top_p
+            size, size, limit, sampling.top_k, request.key, version, temperature,
+            (temperature or 1.0) if told is None else told, sampling.top_p,
         )  # fmt: skip
         self._tokens["id"][row, :size] = request.prompt_ids
         self._stops[row] = -1

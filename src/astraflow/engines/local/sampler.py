@@ -39,9 +39,10 @@ def uniforms(keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def sample(logits: torch.Tensor, rows: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Token ids and their logprobs.
 
-    Args: logits: [n, vocabulary]; rows: [n] records with temperature, top_p, top_k; uniform: [n] in [0, 1).
-    Returns: ids [n] int64; logprobs [n] float32 of `log_softmax(logits / temperature)`, before top-k and top-p; greedy
-    rows (temperature 0) take the most likely token and its logprob at temperature 1.
+    Args: logits: [n, vocabulary]; rows: [n] records with temperature, logprob_temperature, top_p, top_k; uniform: [n]
+        in [0, 1).
+    Returns: ids [n] int64; logprobs [n] float32 of `log_softmax(logits / logprob_temperature)`, before top-k and top-p;
+    greedy rows (temperature 0) take the most likely token.
     Raises: EngineError: a logit is not finite.
     """
     scores = logits.float()
@@ -56,6 +57,9 @@ def sample(logits: torch.Tensor, rows: np.ndarray, uniform: np.ndarray) -> tuple
         tokens = _draw(_filtered(logprobs.exp(), rows), uniform)
         if greedy.any():
             tokens = torch.where(torch.from_numpy(greedy), logprobs.argmax(-1), tokens)
+    told = rows["logprob_temperature"]
+    if (told != np.where(greedy, 1, temperature)).any():
+        logprobs = torch.log_softmax(logits.float() / torch.from_numpy(told.astype(np.float32))[:, None], -1)
     chosen: np.ndarray = logprobs.gather(1, tokens[:, None])[:, 0].numpy()
     if not np.isfinite(chosen).all():
         raise EngineError("logits", "not finite", "cannot be sampled from", "look at the loss of the version in force")
