@@ -222,7 +222,7 @@ NODES: tuple[RowMetric, ...] = (
     RowMetric("nodes/gateway/cancelled", "calls", "whose agent went away"),
     RowMetric("nodes/gateway/streams_cut", "requests", "cut by the agent while they streamed; what it got is captured"),
     RowMetric("nodes/gateway/retries", "requests", "that repeat one before and got its answer"),
-    RowMetric("nodes/gateway/malformed_tool_calls", "calls", "of tools that could not be read and stayed text", "falls"),
+    RowMetric("nodes/gateway/malformed_tool_calls", "calls", "of tools that were unreadable and stayed text", "falls"),
     RowMetric("nodes/gateway/prompt_tokens", "tokens", "of prompts"),
     RowMetric("nodes/gateway/encoded_tokens", "tokens", "of them tokenised; the rest was known"),
     RowMetric("nodes/gateway/sampled_tokens", "tokens", "given to agents, and captured"),
