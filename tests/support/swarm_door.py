@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 
 from astraflow.engines.scripted import ScriptedEngine
+from astraflow.errors import WireError
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.gateway.tools import BracketParser
 from astraflow.rollout.swarm.part import Swarm, SwarmOptions
+from astraflow.rollout.swarm.trials import TrialOptions
 from astraflow.types import Episode, EpisodeLease, Sampling, Task
 from astraflow.wire.app import bind
 
@@ -49,6 +51,12 @@ def lease(number: int, *, source: str = "train", attempt: int = 1, timeout_s: fl
         task=Task(source, number, 0, {"question": "1+1=?"}), timeout_s=timeout_s, min_versions={},
         sampling={"actor": Sampling(max_tokens=8), "critic": Sampling(max_tokens=8)},
     )  # fmt: skip
+
+
+def _row(source: str, number: int) -> Task:
+    if source != "train" or number >= 10:
+        raise WireError(f"source={source} row={number} is none", 404)
+    return lease(number).task
 
 
 class DoorBench:
@@ -115,8 +123,12 @@ class DoorBench:
         engines = {name: ScriptedEngine(two) for name in ("actor", "critic")}
         gateway = Gateway({n: PolicyEndpoint(e, Letters(), BracketParser()) for n, e in engines.items()})
         options = SwarmOptions(
-            node_id="n", dead_after_s=self._dead_after_s, max_episodes=100, max_episode_tokens=1000, token=self._token
-        )
+            node_id="n", dead_after_s=self._dead_after_s, max_episodes=100, max_episode_tokens=1000, token=self._token,
+            trials=TrialOptions(
+                source="train", timeout_s=20.0, sampling=lease(0).sampling, chats=dict.fromkeys(engines, Letters()),
+                row=_row,
+            ),
+        )  # fmt: skip
         self.swarm = Swarm(options, gateway, engines, self.episodes.append, lambda policy: -1)
         sock = bind("127.0.0.1", self._port, "test")
         self._port = sock.getsockname()[1]

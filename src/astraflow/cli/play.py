@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from astraflow.cli.run import Recipe, open_run
+from astraflow.cli.services import TokenFile, read_token
+from astraflow.cli.swarm import options_of
 from astraflow.errors import ConfigError, EpisodeError, LaunchError
 
 if TYPE_CHECKING:
@@ -78,23 +80,33 @@ def evaluate(
 
 def try_out(
     ctx: typer.Context,
-    model: Model,
+    model: Annotated[str, typer.Argument(help="As of `eval`; with --url a workflow: FILE.py:NAME or a name.")],
     prompt: Annotated[str, typer.Argument(help="Text of the task; default: a row of the source.")] = "",
-    row: Annotated[int, typer.Option("--row", min=0, help="Row of the source.")] = 0,
+    row: Annotated[int, typer.Option("--row", "--task", min=0, help="Row of the source.")] = 0,
     recipe: RecipeOption = "",
     source: Source = "",
     policy: Policy = "",
-    temperature: Temperature = 0.0,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0.0, help="Default: greedy; with --url as in training.")
+    ] = None,
+    url: Annotated[str, typer.Option("--url", help="Swarm door of a node: play against the policies of now.")] = "",
+    ids: Annotated[bool, typer.Option("--ids", help="With --url: print the token ids, too.")] = False,
+    token_file: TokenFile = None,
 ) -> None:
-    """Play one task and print the conversation token by token as the policy saw it, and the reward."""
-    from astraflow.launch.play import PlayOptions, choose_task, conversation, play
-
+    """Play one task and print the conversation token by token as the policy saw it, and the reward. Trains nothing."""
     overrides = list(ctx.args)
     if prompt.startswith("--"):  # typer takes the first unknown option for the text
         overrides, prompt = [prompt, *overrides], ""
+    if url:
+        if prompt or recipe or policy:
+            raise LaunchError("--url", url, "goes with --task and --source only", "name the task by its row")
+        _try_at(url, model, overrides, (source, row, temperature), token_file, ids)
+        return
+    from astraflow.launch.play import PlayOptions, choose_task, conversation, play
+
     config, models = open_model(model, recipe, policy, overrides)
     task, graded = choose_task(config, source or default_source(config), row, prompt)
-    (episode,) = play(config, models, [task], PlayOptions(1, temperature, 1))
+    (episode,) = play(config, models, [task], PlayOptions(1, temperature or 0.0, 1))
     typer.echo(f"task  {json.dumps(task.fields, ensure_ascii=False)}")
     for name, directory in models.items():
         for sampled, text in conversation(Path(directory), episode, name):
@@ -106,6 +118,30 @@ def try_out(
         typer.echo(f"reward {json.dumps(rewards)}  metrics {json.dumps(episode.metrics)}")
     else:
         typer.echo("no reward: this text is no row of the source, so its answer is not known")
+
+
+def _try_at(
+    url: str, workflow: str, overrides: list[str], task: tuple[str, int, float | None], token_file: Path | None,
+    ids: bool,
+) -> None:  # fmt: skip
+    from astraflow.launch.remote.trial import TrialPlay, lines_of, play_trial, rewards_of
+    from astraflow.observe.logs import setup_logging
+
+    source, row, temperature = task
+    token = read_token(token_file)
+    setup_logging("try", secrets=(token,))
+    played = TrialPlay(
+        url=url, workflow=workflow, row=row, options=options_of(overrides), source=source, temperature=temperature,
+        token=token,
+    )  # fmt: skip
+    found, trial = play_trial(played)
+    typer.echo(f"task {found.source}/{found.row}  {json.dumps(found.fields, ensure_ascii=False)}")
+    for line in lines_of(trial, ids=ids):
+        typer.echo(line)
+    typer.echo(f"calls {json.dumps(trial.num_calls)}  {trial.wall_s:.2f} s")
+    if trial.error is not None:
+        raise EpisodeError(f"the episode failed: {trial.error}")
+    typer.echo(f"reward {json.dumps(rewards_of(trial))}  metrics {json.dumps(trial.metrics)}")
 
 
 def open_model(model: str, recipe: str, policy: str, overrides: list[str]) -> tuple[RunConfig, dict[str, str]]:

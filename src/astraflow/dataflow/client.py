@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from astraflow.dataflow.storage.shared import SharedBatch, shared_table
 from astraflow.errors import DataflowError
-from astraflow.types import BatchHeader, Episode
+from astraflow.types import BatchHeader, Episode, Task
 from astraflow.wire import messages as m
 from astraflow.wire.client import HttpClient
 from astraflow.wire.codec import CONTENT_TYPE, read_stream, stream_pieces
@@ -32,6 +32,10 @@ class DataflowClient:
     def run(self) -> m.RunReply:
         """The run that the service serves, with its resolved run file."""
         return self._http.json("GET", "/run", None, m.RunReply)
+
+    def row(self, source: str, row: int) -> Task:
+        """The task of one row of a source, as it would be leased. Status 404: there is none."""
+        return self._http.json("GET", f"/sources/{source}/rows/{row}", None, Task)
 
     def join(self, join: m.Join) -> m.JoinReply:
         """Enter the pool as a node; again is a no-op."""

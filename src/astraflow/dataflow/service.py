@@ -43,7 +43,7 @@ from astraflow.dataflow.storage.shared import share_batch, worth_sharing
 from astraflow.dataflow.views.status import journal_status, prometheus_text, status
 from astraflow.observe.metrics import CONTENT_TYPE
 from astraflow.observe.process import settle_memory
-from astraflow.types import BatchHeader
+from astraflow.types import BatchHeader, Task
 from astraflow.wire import messages as m
 from astraflow.wire.app import (
     HttpError,
@@ -90,6 +90,7 @@ class _Endpoints:
             *StageEndpoints(self._shell).routes(),
             *ConsumerEndpoints(self._shell).routes(),
             *self._relays.routes(),
+            Route("/sources/{source}/rows/{row:int}", self.row),
             Route("/status", self.status),
             Route("/metrics", self.prometheus),
             Route("/events", self.events),
@@ -228,6 +229,16 @@ class _Endpoints:
         body = await read_json(request, m.Checkpoint)
         await self._shell.submit(c.CoverBatches(request.path_params["policy"], body))
         return json_reply(m.Ok())
+
+    async def row(self, request: Request) -> Response:
+        source, row = request.path_params["source"], request.path_params["row"]
+        rows = self._shell.sources.get(source)
+        if rows is None:
+            known = ", ".join(sorted(self._shell.sources))
+            raise HttpError(404, f"source={source} names no source of the run; known: {known}")
+        if row >= len(rows):
+            raise HttpError(404, f"row={row} must be below {len(rows)}; {source} has no more rows")
+        return json_reply(Task(source, row, 0, self._machine.context.fields(source, row)))
 
     async def status(self, request: Request) -> Response:
         shell = self._shell

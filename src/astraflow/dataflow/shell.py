@@ -95,7 +95,7 @@ class Shell:
         accept_damage: bool = False,
     ) -> None:
         self.config = config
-        self._sources = dict(sources) if sources is not None else open_sources(config)
+        self.sources = dict(sources) if sources is not None else open_sources(config)
         place, fsync = run_dir / "dataflow", config.dataflow.fsync
         with ExitStack() as opened:
             self.journal = opened.enter_context(closing(Journal(place, fsync=fsync, accept_damage=accept_damage)))
@@ -213,7 +213,7 @@ class Shell:
             self.journal.close()
 
     def _recover(self, accept_damage: bool) -> tuple[Machine, float]:
-        fingerprints = {name: source.fingerprint() for name, source in self._sources.items()}
+        fingerprints = {name: source.fingerprint() for name, source in self.sources.items()}
         meta = self.journal.meta()
         if not meta:
             meta = {"run_id": uuid.uuid4().hex, "config": resolved_json(self.config), "sources": "{}"}
@@ -224,7 +224,7 @@ class Shell:
         self.run_id = meta["run_id"]
         snapshot, self._tokens = self.journal.load()[0], TokenReader(self.segments.read)
         machine, now = rebuild(
-            self.journal, lambda: Machine(old, self._sources, snapshot, self._tokens), self._hear_again,
+            self.journal, lambda: Machine(old, self.sources, snapshot, self._tokens), self._hear_again,
             accept_damage=accept_damage,
         )  # fmt: skip
         self._refuse_other_verdicts(accept_damage)
@@ -234,7 +234,7 @@ class Shell:
                 "metrics", str(self.metrics.path), "cannot be written", "make room on the disk, then start again"
             )
         if old != self.config:
-            machine = Machine(self.config, self._sources, machine.snapshot(), self._tokens)
+            machine = Machine(self.config, self.sources, machine.snapshot(), self._tokens)
         machine.apply(c.Reopen(), now)
         sources = encode({**known, **fingerprints}).decode()
         meta = {**meta, "config": resolved_json(self.config), "sources": sources}

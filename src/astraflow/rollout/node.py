@@ -45,6 +45,7 @@ from astraflow.observe.process import settle_memory
 from astraflow.rollout.commit import Committer, Reach
 from astraflow.rollout.gateway.app import create_app
 from astraflow.rollout.gateway.core import Gateway
+from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.loop import Guarded, first_of, in_thread, run_loop
 from astraflow.rollout.policies import PolicyOptions, Weights, directory_of, start_policy
 from astraflow.rollout.pool import PoolLimits, WorkerPool
@@ -52,6 +53,7 @@ from astraflow.rollout.runner import Runner, RunnerOptions
 from astraflow.rollout.served import ServedCheck
 from astraflow.rollout.stats import NodeStats
 from astraflow.rollout.swarm.part import Return, Swarm, SwarmOptions
+from astraflow.rollout.swarm.trials import trial_options
 from astraflow.rollout.worker.channel import Hello
 from astraflow.types import EpisodeLease, WeightVersion
 from astraflow.weights.client import ANNOUNCED_WAIT_S, WeightClient
@@ -212,7 +214,7 @@ class _Node:
             local = Runner(plays, gateway, engines, pool, self._committer.add, self._announced)
         self._runners = [] if local is None else [local]
         if options.door is not None:
-            self._swarm = self._open_door(config, options.door, gateway, engines)
+            self._swarm = self._open_door(config, options.door, gateway, endpoints)
             self._runners.append(self._swarm.runner)
         self._stats.watch(engines, gateway, self._runners, pool, self._weights, self._swarm)
         return local
@@ -231,13 +233,15 @@ class _Node:
         return pool
 
     def _open_door(
-        self, config: RunConfig, door: socket.socket, gateway: Gateway, engines: Mapping[str, Engine]
+        self, config: RunConfig, door: socket.socket, gateway: Gateway, endpoints: Mapping[str, PolicyEndpoint]
     ) -> Swarm:
         section = _swarm_section(config)
+        engines = {name: endpoint.engine for name, endpoint in endpoints.items()}
+        chats = {name: endpoint.chat for name, endpoint in endpoints.items()}
         options = SwarmOptions(
             node_id=self._id, dead_after_s=section.dead_after_s, max_episodes=section.max_episodes,
             max_episode_tokens=config.dataflow.max_episode_tokens, token=self._options.token,
-            step_timeout_s=config.workflow.step_timeout_s,
+            step_timeout_s=config.workflow.step_timeout_s, trials=trial_options(config, chats, self._client.row),
         )  # fmt: skip
         swarm = Swarm(options, gateway, engines, self._committer.add, self._announced)
         self.tasks.spawn("swarm door", swarm.serve(door, self._options.on_door))

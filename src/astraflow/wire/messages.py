@@ -24,6 +24,7 @@ are never compared.
 | POST /consumers/{c}/batches        | reader  | ConsumerRequest -> Arrow(ConsumerHeader) | a group it has not read |
 | POST /consumers/{c}/ack            | reader  | ConsumerAck -> Ok                        | -                       |
 | POST /relays/{id}                  | relay   | Relay -> RelayReply                      | -                       |
+| GET  /sources/{s}/rows/{n}         | node    | -> Task                                  | -                       |
 | GET  /status /metrics /events      | people  | -> JSON / Prometheus text / SSE          | -                       |
 
 Errors: any status >= 400 carries `Failure`. 401 token, 404 unknown id, 409 refused by state, 410 the run is over,

@@ -19,8 +19,9 @@ from astraflow.contracts import Engine
 from astraflow.rollout.gateway.app import create_app
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.runner import Runner, RunnerOptions
-from astraflow.rollout.swarm.door import SignsOfLife, create_door
+from astraflow.rollout.swarm.door import DoorFacts, SignsOfLife, create_door
 from astraflow.rollout.swarm.pool import SwarmPool
+from astraflow.rollout.swarm.trials import TrialOptions, Trials
 from astraflow.types import Episode, EpisodeLease
 from astraflow.wire.app import serve
 
@@ -44,6 +45,7 @@ class SwarmOptions:
     max_episode_tokens: int
     step_timeout_s: float = 0.0
     token: str | None = None
+    trials: TrialOptions | None = None  # None: nobody may try a workflow
 
 
 class Swarm:
@@ -65,9 +67,9 @@ class Swarm:
             step_timeout_s=options.step_timeout_s,
         )  # fmt: skip
         self.runner = Runner(plays, gateway, engines, self.pool, on_episode, newest, self._on_given_back)
-        self.door = create_door(
-            self.pool, create_app(gateway), self._signs, self._waiting, options.token, gateway.policies
-        )
+        more = Trials(gateway, options.trials).routes() if options.trials is not None else []
+        facts = DoorFacts(policies=gateway.policies, waiting=self._waiting, more=more)
+        self.door = create_door(self.pool, create_app(gateway), self._signs, facts, options.token)
         self._changed = asyncio.Event()
         self._returns: list[Return] = []
         self._num_sending = 0
