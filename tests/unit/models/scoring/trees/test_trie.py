@@ -66,9 +66,7 @@ def test_the_trie_is_in_the_rows_and_in_the_packs(forked_episode: Episode) -> No
     assert [ids.tolist() for ids, _ in plainly(rows)] == paths
     (whole,) = pack_rows(rows, 10_000)
     distinct = {tuple(path[: n + 1]) for path in paths for n in range(len(path) - 1)}  # the last is only a target
-    inside = {tuple(path[: n + 1]) for path in paths for n in range(len(path))} - {tuple(path) for path in paths}
-    assert len(distinct) - len(inside & distinct) <= len(paths)
-    assert whole.num_computed <= len(distinct) < whole.num_tokens / 4
+    assert whole.num_computed == len(distinct) < whole.num_tokens / 3
     assert whole.num_targets == int(sum(b.loss_mask.sum() for b in branches))
 
 
@@ -81,17 +79,15 @@ def test_a_large_trie_is_cut_and_what_its_parts_share_is_computed_once_in_each(
     for pack in packs:
         assert pack.num_computed <= budget or len(pack.rows) == 1
         if pack.places is not None:
-            paths = {
-                tuple(pack.token_ids[pack.places[a : n + 1]]) for a, b in pairwise(pack.cu_lengths) for n in range(a, b)
-            }
-            assert len(paths) == pack.num_computed
+            ends = [(a, n + 1) for a, b in pairwise(pack.cu_lengths) for n in range(a, b)]
+            assert len({tuple(pack.token_ids[pack.places[a:b]]) for a, b in ends}) == pack.num_computed
 
 
 @pytest.mark.usefixtures("every_stretch")
 def test_the_tree_is_used(forked_episode: Episode) -> None:
     (pack,) = pack_rows(rows_of(forked_episode), 10_000)
     tree = pack_layout(pack.cu_lengths, pack.places, torch.device("cpu"), torch.float32).tree
-    assert isinstance(tree, TreeLayout) and len(tree.stretches) > 6
+    assert isinstance(tree, TreeLayout) and len(tree.stretches) >= 4
 
 
 @pytest.mark.usefixtures("every_stretch")
