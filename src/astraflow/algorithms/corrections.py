@@ -42,10 +42,10 @@ class Corrected:
     def __init__(self, loss: PolicyLoss, corrections: list[Correction], anchored: bool = False) -> None:
         self.loss, self.corrections = loss, corrections
         self.aggregation, self.needs_batch = loss.aggregation, loss.needs_batch
-        weighs = any(c.weighs for c in corrections)
-        self.anchored = anchored or weighs
+        self._weighs = any(c.weighs for c in corrections)
+        self.anchored = anchored or self._weighs
         self.needs_proximal = self.anchored or bool(corrections) or loss.needs_proximal
-        self.corrects_off_policy = loss.corrects_off_policy or weighs
+        self.corrects_off_policy = loss.corrects_off_policy or self._weighs
 
     def prepare(self, tokens: TrainedTokens) -> Prepared:
         """See `PolicyLoss`."""
@@ -54,11 +54,14 @@ class Corrected:
     def __call__(self, tokens: TrainedTokens, prepared: Prepared = None) -> tuple[torch.Tensor, Metrics]:
         """See `PolicyLoss`."""
         losses, sums = self.loss(self._seen(tokens), prepared)
+        weight = torch.ones_like(tokens.behavior_logprobs)
         for correction in self.corrections:
             factors, more = correction(tokens)
             losses = losses * factors
+            if correction.weighs:
+                weight = weight * factors
             sums = sums | {name: sums[name] + value if name in sums else value for name, value in more.items()}
-        return losses, sums
+        return losses, sums | {"correction/weight": weight.sum()} if self._weighs else sums
 
     def _seen(self, tokens: TrainedTokens) -> TrainedTokens:
         return replace(tokens, behavior_logprobs=tokens.proximal) if self.anchored else tokens
@@ -83,7 +86,7 @@ class Truncate:
         """See `Correction`."""
         ratio = _log_ratios_at(tokens, self.level).exp()
         factors = ratio.clamp(max=self.high)
-        return factors, {"correction/truncated": (ratio > self.high).sum(), "correction/weight": factors.sum()}
+        return factors, {"correction/truncated": (ratio > self.high).sum()}
 
 
 class Mask:
@@ -105,7 +108,7 @@ class Mask:
         ratio = _log_ratios_at(tokens, self.level).exp()
         outside = (ratio < self.low) | (ratio > self.high)
         factors = torch.where(outside, 0.0, ratio)
-        return factors, {"correction/masked": outside.sum(), "correction/weight": factors.sum()}
+        return factors, {"correction/masked": outside.sum()}
 
 
 class Reject:

@@ -135,8 +135,9 @@ class Stepper:
                 applied = time.perf_counter()
                 optimizer_s += applied - accumulated
                 if judged is not None and self.critic is not None:
-                    self._changed = True
+                    in_a_row = self.critic.skipped_in_a_row
                     done.critic.append(self.critic.update(update.placed, judged, number, self._pass, self._ranks))
+                    self.counts.skipped += self.critic.skipped_in_a_row > in_a_row
                     critic_s += time.perf_counter() - applied
             metrics |= done.metrics()
             metrics["perf/optimizer_s"] = optimizer_s
@@ -279,7 +280,6 @@ class Stepper:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-            self._changed = True
             self.counts.skipped_in_a_row = 0
             if self._scaled:
                 self.counts.scale.held()
@@ -288,6 +288,7 @@ class Stepper:
             return False
         else:
             self._skip(by_name["loss"], grad_norm)
+        self._changed = True  # or skipped, which counts once
         self.optimizer.zero_grad(set_to_none=True)
         done.updates += 1
         done.tokens += sum(p.num_targets for p in update.placed.packs)

@@ -60,6 +60,17 @@ def test_factors_multiply_and_have_no_gradient(tokens):
     assert torch.allclose(gradient, -factors * tokens.advantages)
 
 
+def test_the_mean_weight_is_that_of_all_factors_that_weigh(tokens):
+    ratio = torch.tensor(FLAT, dtype=torch.float64)
+    for corrections, expected in (
+        ([Truncate(2.0), Mask(0.45), Reject(0.9, 1.1)], ratio.clamp(max=2) * ratio * (ratio >= 0.45)),
+        ([Truncate(2.0)], ratio.clamp(max=2)),
+    ):
+        _, sums = Corrected(Reinforce(), corrections)(tokens)
+        assert sums["correction/weight"].item() == pytest.approx(expected.sum().item())
+    assert "correction/weight" not in Corrected(Reinforce(), [Reject()])(tokens)[1]
+
+
 def test_with_weights_a_ratio_does_not_count_twice(tokens):
     """Truncate at infinity makes the clipped loss the importance-weighted policy gradient, ratio 1 inside."""
     leaf = tokens.policy_logprobs.clone().requires_grad_()

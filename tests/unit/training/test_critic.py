@@ -15,6 +15,7 @@ from astraflow.config.schema import CriticSection, KlSection, OptimizerSection, 
 from astraflow.errors import ModelError, TrainingError
 from astraflow.models.load import load_model
 from astraflow.models.scoring.packing import rows_from_table
+from astraflow.training.credit import critic as critics
 from astraflow.training.credit.chains import chains_of, with_rewards
 from astraflow.training.credit.critic import Critic
 from astraflow.training.learner import Learner
@@ -264,6 +265,18 @@ def test_a_resumed_critic_goes_on_bit_for_bit(make_config, episodes, tmp_path):
     assert torch.equal(_weights(whole.stepper.critic.model), _weights(again.stepper.critic.model))
     assert torch.equal(_weights(whole.model), _weights(again.model))
     whole.close(), again.close()
+
+
+def test_an_update_that_the_critic_skips_counts_and_its_batch_is_kept(make_config, episodes, tmp_path, monkeypatch):
+    def overflow(values, before, targets, clip):
+        return values * np.inf, values > 0
+
+    monkeypatch.setattr(critics, "value_losses", overflow)
+    learner = Learner(make_config(batch={"groups": 2}), "actor", tmp_path)
+    metrics = learner.train(episodes)
+    learner.close()
+    assert metrics["skipped_steps"] == 1 and np.isfinite(metrics["loss"]) and not np.isfinite(metrics["critic/loss"])
+    assert [p.name for p in (tmp_path / "skipped_batches" / "actor").iterdir()] == ["step-000001.parquet"]
 
 
 def test_with_a_critic_a_kl_is_a_reward_of_each_token(make_config, tmp_path):

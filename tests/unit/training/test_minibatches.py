@@ -228,6 +228,16 @@ def test_once_the_weights_have_changed_a_step_is_not_interrupted(make_model, bat
         stepper.step(batch, 0, GROUPS)
 
 
+def test_a_step_that_skipped_an_update_is_not_interrupted_either(make_model, batch):
+    """It would be done again, and the skipped update would count twice."""
+    stops = []
+    stepper = Stepper(make_model(), PpoClip(), _settings(minibatches=2), lambda: bool(stops))
+    original = stepper._skip
+    stepper._skip = lambda *args: (stops.append(0), original(*args))
+    stepper.step(replace(batch, advantages=np.full_like(batch.advantages, np.nan)), 0, GROUPS)
+    assert stepper.counts.skipped == 2 and stepper.counts.step == 1
+
+
 def test_ratios_of_later_updates_leave_one(make_model, batch):
     """On fresh data: what clips is the distance of the updates from where the step began."""
     loss = Corrected(PpoClip(0.02, 0.02), [Reject(0.01, 99.0, 0.0)], anchored=True)
