@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
+import json
 import os
 import signal
-from contextlib import asynccontextmanager
+import threading
+from contextlib import asynccontextmanager, closing
 
 import numpy as np
 import pytest
@@ -20,9 +24,11 @@ from astraflow.errors import ConfigError, EngineError, Problem, Unreachable
 from astraflow.rollout.node import NodeOptions, serve_node
 from astraflow.rollout.policies import PolicyOptions, Weights, start_policy
 from astraflow.rollout.pool import PoolLimits
+from astraflow.swarm import RunOver, Swarm
 from astraflow.types import BatchHeader
 from astraflow.weights.client import WeightClient
 from astraflow.weights.store import FileStore
+from astraflow.wire.app import bind
 from astraflow.wire.codec import flat_values, list_lengths
 from astraflow.wire.messages import Resume
 
@@ -95,8 +101,8 @@ class Service:
 
     def node(self, tmp_path, **options):
         return NodeOptions(
-            dataflow_url=self.url, name="n", concurrency=8, cache=tmp_path / "cache", limits=LIMITS,
-            **{"give_up_s": 5.0, **options},
+            dataflow_url=self.url, name="n", cache=tmp_path / "cache", limits=LIMITS,
+            **{"concurrency": 8, "give_up_s": 5.0, **options},
         )  # fmt: skip
 
 
@@ -228,3 +234,62 @@ async def test_an_engine_setting_out_of_its_range_is_a_problem_of_the_run_file(t
     with pytest.raises(Problem, match=r"policies\.actor\.engine\.max_context=1 must be >= 2; use 0") as caught:
         await start_policy("actor", section, PolicyOptions(tmp_path, 0, "n", 1, 1), weights)
     assert type(caught.value) is Problem and caught.value.exit_code == 2
+
+
+def play_episodes(url: str, stop: threading.Event) -> int:
+    """A client of a door: the calculator's first turn, and a reward."""
+    played = 0
+    with Swarm(url, give_up_s=5.0) as swarm, contextlib.suppress(RunOver):
+        while not stop.is_set():
+            for play in swarm.leases(4, 0.5):
+                with play, closing(http.client.HTTPConnection(play.base_url[7:-3])) as connection:
+                    body = {"model": "actor", "messages": [{"role": "user", "content": play.task["text"]}]}
+                    head = {"authorization": f"Bearer {play.api_key}", "content-type": "application/json"}
+                    connection.request("POST", "/v1/chat/completions", json.dumps(body), head)
+                    assert connection.getresponse().read()
+                    play.finish(1.0, metrics={"elsewhere": 1.0})
+                    played += 1
+    return played
+
+
+async def stat_of(running, name):
+    (node,) = (await asyncio.to_thread(running.client.status))["nodes"]
+    return node[name] if name in node else node["stats"].get(name)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_clients_of_a_door_play_alone_or_beside_the_workers(service, tmp_path, workers):
+    async with service().running() as running:
+        door, url = bind("127.0.0.1", 0, "test"), asyncio.get_running_loop().create_future()
+        options = running.node(tmp_path, workers=workers, door=door, on_door=url.set_result, concurrency=2)
+        node = asyncio.create_task(serve_node(options))
+        await running.resume()
+        stop = threading.Event()
+        client = asyncio.create_task(asyncio.to_thread(play_episodes, await url, stop))
+        for step in (1, 2, 3):
+            header, table = await running.train()
+            assert (header.step, table.num_rows) == (step, 4)
+            if step == 1:
+                while await stat_of(running, "swarm/clients") != 1.0:
+                    await asyncio.sleep(0.02)
+        async with asyncio.timeout(20):
+            await node  # the run is over: the client hears so, and the node ends
+            assert await client > 0
+        stop.set()
+
+
+async def test_a_node_without_anybody_who_asks_leases_nothing(service, tmp_path):
+    async with service().running() as running:
+        door, url = bind("127.0.0.1", 0, "test"), asyncio.get_running_loop().create_future()
+        node = asyncio.create_task(serve_node(running.node(tmp_path, workers=0, door=door, on_door=url.set_result)))
+        await running.resume()
+        swarm = Swarm(await url, give_up_s=5.0)
+        play = await asyncio.to_thread(swarm.lease, 10.0)
+        assert play is not None
+        assert await stat_of(running, "leased") == 1
+        await asyncio.to_thread(play.abort)
+        while await stat_of(running, "leased"):
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(swarm.close)
+        node.cancel()
+        await asyncio.gather(node, return_exceptions=True)
