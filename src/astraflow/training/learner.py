@@ -95,7 +95,8 @@ class Learner:
         if not threads and not self.section.trainer.threads and self.model.num_parameters() < SMALL_PARAMETERS:
             torch.set_num_threads(1)
         self.version = 0
-        self.stepper = self._stepper()
+        with naming_memory(policy, self.section):
+            self.stepper = self._stepper()
         self.auditor = Auditor(
             self.section.trainer.audit_trajectories, self.section.batch.max_staleness + 1,
             self.section.sampling.temperature, self.section.trainer.max_logprob_gap, config.run.seed,
@@ -117,7 +118,8 @@ class Learner:
         self._remember_and_publish()
         if warm:
             self.save()  # a restart before the first checkpoint of the run must not learn it all again
-        self.stepper.penalty = self._penalty()
+        with naming_memory(policy, self.section):
+            self.stepper.penalty = self._penalty()
 
     def _load_model(self, resumed: Path | None, adapters: Path) -> None:
         with naming_memory(self.policy, self.section):

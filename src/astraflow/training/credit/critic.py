@@ -20,10 +20,11 @@ from astraflow.algorithms.gae import gae, value_losses
 from astraflow.config.schema import CriticSection, OptimizerSection
 from astraflow.errors import TrainingError
 from astraflow.models.load import load_model
-from astraflow.models.scoring.forward import prepare_model, target_states
+from astraflow.models.scoring.forward import target_states
 from astraflow.models.scoring.packing import Pack, TokenRows
 from astraflow.training.checkpoint import load_optimizer_tensors, optimizer_tensors
 from astraflow.training.credit.chains import Chains
+from astraflow.training.guards.packed import prepared_as_itself
 from astraflow.training.optimize.minibatches import PlacedPacks, spread
 from astraflow.training.optimize.optimizers import build_optimizer, learning_rate
 from astraflow.training.parallel.ranks import Ranks
@@ -69,7 +70,7 @@ class Critic:
         """
         self._section, self._total_steps = section, total_steps
         self._optimizing = optimizer.model_copy(update={"lr": section.lr})
-        decoder = prepare_model(load_model(directory)).base_model
+        decoder = prepared_as_itself(load_model(directory), "critic.model").base_model
         assert isinstance(decoder, PreTrainedModel)
         self.model = ValueModel(decoder)
         self.optimizer = build_optimizer(self.model, self._optimizing)
