@@ -236,6 +236,11 @@ async def test_errors_reach_the_sdk_as_its_exceptions(world: Any, agent: Any, ur
         with pytest.raises(openai.BadRequestError, match="type=web_search is not served") as bad:
             await create(model="actor", input="hi", tools=[{"type": "web_search"}], stream=stream)
         assert bad.value.param == "tools[0].type"
+        with pytest.raises(openai.BadRequestError, match="JSON [Ss]chema"):
+            await create(model="actor", input="hi", tools=[TOOL | {"parameters": {"type": 5}}], stream=stream)
+        with pytest.raises(openai.BadRequestError, match="response_format=json_schema must be"):
+            shape = {"type": "json_schema", "name": "s", "schema": {}}
+            await create(model="actor", input="hi", text={"format": shape}, stream=stream)
         with pytest.raises(openai.BadRequestError) as long:
             await create(model="actor", input="x" * 1000, stream=stream)
         assert long.value.code == "context_length_exceeded"
