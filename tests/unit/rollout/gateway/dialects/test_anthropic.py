@@ -147,9 +147,9 @@ async def test_errors_reach_the_sdk_as_its_exceptions(world: Any, claude: Any, u
         with pytest.raises(anthropic.BadRequestError, match="no prefill") as bad:
             await ask(messages=[USER, {"role": "assistant", "content": "So"}], stream=stream)
         assert bad.value.body["type"] == "error" and bad.value.body["error"]["type"] == "invalid_request_error"
-        with pytest.raises(anthropic.BadRequestError, match="JSON [Ss]chema"):
+        with pytest.raises(anthropic.BadRequestError, match=r"JSON [Ss]chema"):
             await ask(tools=[{"name": "f", "input_schema": {"type": 5}}], stream=stream)
-        with pytest.raises(anthropic.BadRequestError, match="tool_choice=.* must be 'auto' or 'none'"):
+        with pytest.raises(anthropic.BadRequestError, match=r"tool_choice=.* must be 'auto' or 'none'"):
             await ask(tools=TOOLS, tool_choice={"type": "any"}, stream=stream)
         with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 1000 maximum"):
             await ask(messages=[{"role": "user", "content": "x" * 1000}], stream=stream)

@@ -236,7 +236,7 @@ async def test_errors_reach_the_sdk_as_its_exceptions(world: Any, agent: Any, ur
         with pytest.raises(openai.BadRequestError, match="type=web_search is not served") as bad:
             await create(model="actor", input="hi", tools=[{"type": "web_search"}], stream=stream)
         assert bad.value.param == "tools[0].type"
-        with pytest.raises(openai.BadRequestError, match="JSON [Ss]chema"):
+        with pytest.raises(openai.BadRequestError, match=r"JSON [Ss]chema"):
             await create(model="actor", input="hi", tools=[TOOL | {"parameters": {"type": 5}}], stream=stream)
         with pytest.raises(openai.BadRequestError, match="response_format=json_schema must be"):
             shape = {"type": "json_schema", "name": "s", "schema": {}}
