@@ -28,7 +28,7 @@ from astraflow.training.checkpoint import load_state, named_tensors
 from astraflow.types import Episode, EpisodeLease
 
 LIMIT_S = 120.0
-NOT_OF_THE_STEP = ("perf/", "weights/", "nodes/", "time", "kind")
+NOT_OF_THE_STEP = ("perf/", "weights/", "nodes/", "groups/", "queue/", "sources/", "time", "kind")  # but of the moment
 
 
 def resume_config(steps: int, **policy: Any) -> RunConfig:
