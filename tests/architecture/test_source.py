@@ -22,7 +22,7 @@ ALLOWED_CALLS = {
     "src/astraflow/weights/files/leases.py time.sleep",
     "src/astraflow/weights/store.py time.sleep",
 }  # polls a lock or a file of another process, with a deadline
-TORCH_FREE = ["cli.app", "launch.supervisor", "dataflow.service", "sources.calculator", "workflows.tool_use"]
+TORCH_FREE = ["cli.app", "launch.supervisor", "dataflow.service", "sources.calculator", "workflows.tool_use", "swarm"]
 
 
 def named(path: Path) -> str:
