@@ -26,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"trainer": {"dtype": "bfloat16", "audit_trajectories": 2}},
     "updates": {"batch": {"epochs": 2, "minibatches": 2}, "algorithm": {"kl": {"coef": 0.1}, "loss": "m2po"}},
     "critic": {"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}},
+    "lora": {"lora": {"rank": 4}, "trainer": {"audit_trajectories": 4}, "algorithm": {"kl": {"coef": 0.1}}},
     "8 bits": {"optimizer": {"type": "adamw_8bit", "lr": 1e-3}},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {

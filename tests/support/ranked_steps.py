@@ -173,7 +173,8 @@ def under_other_weights(rank: int, place: Path) -> tuple[float, float, bool]:
     (pack,) = placed_packs(batch(), 10_000).packs
     before = [whole(p).clone() for p in spread.parameters()]
     parts = state_tensors(score_other)
-    far = (score(pack, 1.0, parts).logprobs - packed_logprobs(other, pack, 1.0).logprobs).abs().max()
+    expected = packed_logprobs(other, pack, 1.0).logprobs
+    far = max((score(pack, 1.0, given).logprobs - expected).abs().max() for given in (parts, state_tensors(other)))
     after = (score(pack, 1.0).logprobs - packed_logprobs(own, pack, 1.0).logprobs).abs().max()
     same = all(torch.equal(whole(p), b) for p, b in zip(spread.parameters(), before, strict=True))
     return float(far), float(after), same

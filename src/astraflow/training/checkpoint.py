@@ -53,14 +53,6 @@ Tensors = Mapping[str, torch.Tensor]
 Write = Callable[[Path], None]
 
 
-@dataclass(frozen=True)
-class SavedAdapter:
-    """A LoRA adapter: its tensors by peft's names, not copied, and its JSON files."""
-
-    tensors: Tensors
-    files: Sequence[Path]
-
-
 @dataclass
 class TrainingState:
     """What a checkpoint holds beside the model. Tensors are not copied: save before they change, or give copies."""
@@ -75,7 +67,6 @@ class TrainingState:
     master: Tensors | None = None  # None: the model's own files are float32
     loss_scale: LossScale = field(default_factory=LossScale)  # of float16
     critic: Tensors | None = None  # None: the policy has none
-    adapter: SavedAdapter | None = None  # None: all weights are trained, or (when loaded) it came with the model
 
 
 def named_tensors(state: TrainingState) -> dict[str, dict[str, torch.Tensor]]:
@@ -105,8 +96,6 @@ def save_checkpoint(
         (building / STATE).mkdir(parents=True)
         (write_tensors or partial(_write_tensors, state))(building / STATE)
         write_model(building)
-        if state.adapter is not None:
-            _write_adapter(building / ADAPTER, state.adapter)
         _write_head(building, state)
         old = root / f".tmp-replaced-{target.name}"
         shutil.rmtree(old, ignore_errors=True)
@@ -235,10 +224,12 @@ def write_model(building: Path, model: PreTrainedModel, tensors: Tensors, source
             shutil.copyfile(path, building / path.name)
 
 
-def _write_adapter(folder: Path, adapter: SavedAdapter) -> None:
+def write_adapter(building: Path, tensors: Tensors, files: Sequence[Path]) -> None:
+    """A LoRA adapter as peft has it: its tensors by peft's names, and its JSON files."""
+    folder = building / ADAPTER
     folder.mkdir()
-    save_file(dict(adapter.tensors), folder / TENSORS, {"format": "pt"})
-    for path in adapter.files:
+    save_file(dict(tensors), folder / TENSORS, {"format": "pt"})
+    for path in files:
         shutil.copyfile(path, folder / path.name)
 
 

@@ -123,7 +123,7 @@ class Learner:
 
     def _load_model(self, resumed: Path | None, adapters: Path) -> None:
         with naming_memory(self.policy, self.section):
-            self.trained = load_trained(self.section, self._directory, resumed, adapters)
+            self.trained = load_trained(self.section, self._directory, resumed, adapters, self._ranks)
         self.model = self.trained.model
         freeze(self.model, self.section.trainer.frozen)
         self._cost = StepCost(self.model)
@@ -175,7 +175,6 @@ class Learner:
             return
         self.flush()
         counts = self.stepper.counts
-        master, adapter = self.trained.saved()
         state = TrainingState(
             version=self.version,
             step=counts.step,
@@ -184,16 +183,18 @@ class Learner:
             loss_scale=replace(counts.scale),
             optimizer=optimizer_tensors(self.model, self.stepper.optimizer),
             audit_versions={v: t for v, t in self.auditor.versions.items() if v != self.version},
-            master=state_tensors(self.model) if self._ranks.many else master,
+            master=self.trained.master(),
             critic=self.stepper.critic.state() if self.stepper.critic is not None else None,
-            adapter=adapter,
         )
         # Of several ranks each has a part of the model only, and the store has all of it, since `flush`.
         whole = None if self._ranks.many else self.trained.whole(self._published)
+        published = self.trained.published(self._published)
 
         def write(place: Path) -> None:
-            tensors = self.store.fetch(state.version) if whole is None else whole
+            version = self.store.fetch(state.version) if whole is None else published
+            tensors = self.trained.merged(version) if whole is None else whole
             write_model(place, self.model, tensors, self._directory)
+            self.trained.write(place, version)
 
         self._saver.submit(state, write)
         self.saved = state.version
@@ -258,6 +259,8 @@ class Learner:
             reference = load_reference(
                 self.config, self.policy, self.model, self._directory, lambda: self.store.fetch(0), self._ranks
             )
+            if reference.model is self.model:
+                reference = replace(reference, score=self._score)
         return KlPenalty(section, self.section.sampling.temperature, reference, to_go)
 
     def _critic(self) -> Critic | None:

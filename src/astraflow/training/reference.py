@@ -145,7 +145,7 @@ def load_reference(
     elif section.lora is not None:
         own = lora_tensors(model)
         if warm:
-            weights = {n.removeprefix(PREFIX): t.to(own[n.removeprefix(PREFIX)]) for n, t in first_version().items()}
+            weights = {n.removeprefix(PREFIX): t.to(model.device) for n, t in first_version().items()}
         else:
             weights = {n: torch.zeros_like(t) for n, t in own.items() if n.endswith("lora_B.weight")}
         log.info("the reference of %s is its base %s", policy, "with the adapter of version 0" if warm else directory)

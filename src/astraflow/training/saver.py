@@ -49,8 +49,6 @@ class Saver:
             state, optimizer=_copy(state.optimizer), master=state.master and _copy(state.master),
             critic=state.critic and _copy(state.critic),
         )  # fmt: skip
-        if copied.adapter is not None:
-            copied.adapter = replace(copied.adapter, tensors=_copy(copied.adapter.tensors))
         self._backlog.add(lambda: self._write(copied, write_model))
 
     def flush(self) -> None:

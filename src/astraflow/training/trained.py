@@ -16,7 +16,10 @@ from astraflow.errors import TrainingError
 from astraflow.models.load import DTYPES, content_checksum, effective_checksum, load_model, load_tensors, state_tensors
 from astraflow.models.lora.adapter import BASE, CONFIG, TENSORS, read_adapter, write_adapter_files
 from astraflow.models.lora.layers import add_lora, effective_tensors, load_lora, lora_tensors, peft_names
-from astraflow.training.checkpoint import ADAPTER, SavedAdapter, TrainingState, model_files
+from astraflow.models.lora.merge import merged_weight
+from astraflow.training.checkpoint import ADAPTER, TrainingState, model_files, write_adapter
+from astraflow.training.parallel.ranks import ALONE, Ranks
+from astraflow.types import Adapter
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -40,30 +43,38 @@ class Trained(Protocol):
     def effective(self, dtype: str) -> str:
         """Checksum of what an engine of `dtype` computes with under a version that is published now."""
 
-    def saved(self) -> tuple[Tensors | None, SavedAdapter | None]:
-        """`master` and `adapter` of a TrainingState."""
+    def master(self) -> Tensors | None:
+        """`master` of a TrainingState."""
+
+    def merged(self, version: Tensors) -> Tensors:
+        """The whole model of a published version; for ranks, none of which has all of it."""
+
+    def write(self, building: Path, version: Tensors) -> None:
+        """What the checkpoint of a published version has beside the whole model."""
 
     def restore(self, state: TrainingState) -> None:
-        """Take over what `saved` gave; the model itself was loaded from the checkpoint where that is needed."""
+        """Take over `master`; the model itself was loaded from the checkpoint where that is needed."""
 
 
-def load_trained(section: PolicySection, directory: Path, resumed: Path | None, place: Path) -> Trained:
+def load_trained(
+    section: PolicySection, directory: Path, resumed: Path | None, place: Path, ranks: Ranks = ALONE
+) -> Trained:
     """The model of a policy, as the checkpoint `resumed` left it if there is one.
 
-    Args: directory: the policy's model. place: where the published files of an adapter are written.
+    Args: directory: the policy's model. place: where the published files of an adapter are written, by rank 0.
     Raises: ModelError, TrainingError: what cannot be loaded.
     """
     if section.lora is None:
-        return WholeModel(load_model(resumed or directory), directory, section.trainer.dtype)
-    return AdapterOnly(section, directory, resumed, place)
+        return WholeModel(load_model(resumed or directory), directory, section.trainer.dtype, ranks)
+    return AdapterOnly(section, directory, resumed, place, ranks)
 
 
 class WholeModel:
     """All weights are trained and published."""
 
-    def __init__(self, model: PreTrainedModel, directory: Path, dtype: str) -> None:
+    def __init__(self, model: PreTrainedModel, directory: Path, dtype: str, ranks: Ranks) -> None:
         """`dtype`: of what is published; training goes on in float32."""
-        self.model, self.files, self._dtype = model, model_files(directory), DTYPES[dtype]
+        self.model, self.files, self._dtype, self._ranks = model, model_files(directory), DTYPES[dtype], ranks
 
     def copy(self) -> dict[str, torch.Tensor]:
         """See `Trained`."""
@@ -86,9 +97,16 @@ class WholeModel:
         """See `Trained`."""
         return effective_checksum(self.copy(), dtype)
 
-    def saved(self) -> tuple[Tensors | None, SavedAdapter | None]:
+    def master(self) -> Tensors | None:
+        """See `Trained`. Of ranks always: another number of them rounds otherwise, and nodes have the model's files."""
+        return state_tensors(self.model) if self._ranks.many or self._dtype != torch.float32 else None
+
+    def merged(self, version: Tensors) -> Tensors:
         """See `Trained`."""
-        return (None if self._dtype == torch.float32 else state_tensors(self.model)), None
+        return version
+
+    def write(self, building: Path, version: Tensors) -> None:
+        """See `Trained`."""
 
     def restore(self, state: TrainingState) -> None:
         """See `Trained`."""
@@ -99,12 +117,17 @@ class WholeModel:
 class AdapterOnly:
     """A LoRA adapter in float32 on the weights of the run file's model, which stay as they are."""
 
-    def __init__(self, section: PolicySection, directory: Path, resumed: Path | None, place: Path) -> None:
+    def __init__(
+        self, section: PolicySection, directory: Path, resumed: Path | None, place: Path, ranks: Ranks
+    ) -> None:  # fmt: skip
         assert section.lora is not None
-        self.model = load_model(directory)
+        self.model, self._directory = load_model(directory), directory
         targets = add_lora(self.model, section.lora)
-        adapter = write_adapter_files(place, section.lora, targets, section.model, content_checksum(directory))
-        self._adapter_files, self.files = adapter, [*model_files(directory), *adapter]
+        if ranks.leads:
+            write_adapter_files(place, section.lora, targets, section.model, content_checksum(directory))
+        ranks.tell(b"" if ranks.leads else None)  # they are written
+        self._adapter_files = [place / CONFIG, place / BASE]
+        self.files = [*model_files(directory), *self._adapter_files]
         if resumed is not None:
             self._load(resumed)
 
@@ -124,12 +147,27 @@ class AdapterOnly:
         """See `Trained`."""
         return effective_checksum(effective_tensors(self.model, DTYPES[dtype]))
 
-    def saved(self) -> tuple[Tensors | None, SavedAdapter | None]:
+    def master(self) -> Tensors | None:
         """See `Trained`."""
-        return None, SavedAdapter(peft_names(lora_tensors(self.model)), self._adapter_files)
+        return None
+
+    def merged(self, version: Tensors) -> Tensors:
+        """See `Trained`."""
+        scaling = self._adapter().scaling
+        base = state_tensors(load_model(self._directory))
+        return {name: merged_weight(name, weight, version, scaling) for name, weight in base.items()}
+
+    def write(self, building: Path, version: Tensors) -> None:
+        """See `Trained`."""
+        write_adapter(building, version, self._adapter_files)
 
     def restore(self, state: TrainingState) -> None:
         """Nothing: the adapter came with the model."""
+
+    def _adapter(self) -> Adapter:
+        adapter = read_adapter({path.name: path.read_bytes() for path in self._adapter_files})
+        assert adapter is not None
+        return adapter
 
     def _load(self, checkpoint: Path) -> None:
         folder = checkpoint / ADAPTER
@@ -141,8 +179,8 @@ class AdapterOnly:
                 "checkpoint", str(checkpoint), f"holds no adapter that can be read ({error})",
                 "resume with the policies.*.lora of the run, or start a new run from it as the model",
             ) from error  # fmt: skip
-        now = read_adapter({path.name: path.read_bytes() for path in self._adapter_files})
-        assert then is not None and now is not None
+        now = self._adapter()
+        assert then is not None
         if then.base != now.base:
             raise TrainingError(
                 "checkpoint adapter base", then.base, f"is not the model of the policy now ({now.base})",

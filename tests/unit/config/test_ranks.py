@@ -21,7 +21,10 @@ def _raw(**policy):
 @pytest.mark.parametrize(
     ("policy", "named"),
     [
-        ({"lora": {"rank": 4}}, r"policies.actor.trainer.ranks=2 cannot be with policies.actor.lora"),
+        (
+            {"lora": {"rank": 4}, "trainer": {"tensor_parallel": 2}},
+            r"policies.actor.trainer.tensor_parallel=2 cannot be with policies.actor.lora",
+        ),
         (
             {"optimizer": {"type": "adamw_8bit"}, "trainer": {"tensor_parallel": 2}},
             r"tensor_parallel=2 cannot be with policies.actor.optimizer.type='adamw_8bit'",

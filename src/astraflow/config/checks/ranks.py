@@ -23,10 +23,10 @@ def _problems(where: str, policy: PolicySection) -> list[str]:
             f"{ranks} must be a multiple of trainer.tensor_parallel={trainer.tensor_parallel} times "
             f"trainer.context_parallel={trainer.context_parallel}; use {-(-trainer.ranks // team) * team}, or lower one"
         )
-    if policy.lora is not None:
+    if policy.lora is not None and trainer.tensor_parallel > 1:
         problems.append(
-            f"{ranks} cannot be with {where}.lora: an adapter is trained by one process, which has the whole base; use "
-            "trainer.ranks = 1, or leave lora out"
+            f"{where}.trainer.tensor_parallel={trainer.tensor_parallel} cannot be with {where}.lora, whose matrices "
+            "are not cut; use trainer.context_parallel, or more ranks with tensor_parallel = 1"
         )
     if policy.optimizer.type == "adamw_8bit" and trainer.tensor_parallel > 1:
         problems.append(

@@ -33,6 +33,16 @@ def merge_pair(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: 
     return merged
 
 
+def merged_weight(
+    name: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor], scaling: float
+) -> torch.Tensor:  # fmt: skip
+    """The weight `name` of a base with the adapter `tensors` (by peft's names) on it, if that is on it."""
+    layer = PREFIX + name.removesuffix(".weight")
+    if layer + _A not in tensors:
+        return weight
+    return merge_pair(weight, tensors[layer + _A], tensors[layer + _B], scaling)
+
+
 @torch.no_grad()
 def load_adapter(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], scaling: float, base: dict[str, torch.Tensor]
@@ -67,10 +77,7 @@ def merged_checksum(directory: Path, tensors: Mapping[str, torch.Tensor], scalin
     def merged() -> Iterator[tuple[str, torch.Tensor]]:
         for name in sorted(own):
             tensor = own[name].to(DTYPES[dtype]) if own[name].is_floating_point() else own[name]
-            layer = PREFIX + name.removesuffix(".weight")
-            if layer + _A in tensors:
-                tensor = merge_pair(tensor, tensors[layer + _A], tensors[layer + _B], scaling)
-            yield name, tensor
+            yield name, merged_weight(name, tensor, tensors, scaling)
 
     return checksum_of(merged())
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from astraflow.models.load import state_tensors
@@ -52,7 +52,7 @@ class ShardedPolicy:
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale as it adds
 
     def __call__(self, pack: Pack, temperature: float, weights: Mapping[str, torch.Tensor] | None = None) -> Scores:
-        """See `Scoring`. `weights`: this rank's parts; without gradient only."""
+        """See `Scoring`. `weights`: this rank's parts, or whole; without gradient only."""
         with self._under(weights or {}):
             scores: Scores = self._policy(pack, temperature)
             if not torch.is_grad_enabled():
@@ -74,12 +74,18 @@ class ShardedPolicy:
         kept = {name: own[name].clone() for name in weights}
         with torch.no_grad():
             for name, tensor in weights.items():
-                own[name].copy_(tensor)
+                own[name].copy_(_part(tensor, own[name]))
             try:
                 yield
             finally:
                 for name, tensor in kept.items():
                     own[name].copy_(tensor)
+
+
+def _part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def clipped_parts(model: nn.Module, most: float) -> torch.Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ranked_learners as work
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import load_model, state_tensors
+from astraflow.models.lora.merge import load_adapter
 from astraflow.testing.engines.effective import write_model
 from astraflow.weights.store import FileStore
 from ranks import run_ranks
@@ -39,13 +41,33 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path, model):
         assert differs == {variant: [] for variant in work.VARIANTS}
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
-def test_another_number_of_ranks_goes_on(tmp_path, model, before, after):
+@pytest.mark.parametrize(
+    ("before", "after", "variant"),
+    [(2, 1, "critic"), (1, 2, "critic"), (2, 3, "critic"), (2, 1, "lora"), (1, 2, "lora")],
+)
+def test_another_number_of_ranks_goes_on(tmp_path, model, before, after, variant):
     """Equal up to rounding only: ranks add up their gradients in another order than one does."""
-    ((expected, _), *_) = _run(before, work.uninterrupted, tmp_path, model, "critic")
-    _run(before, work.first_half, tmp_path, model, "critic")
-    for state, _ in _run(after, work.second_half, tmp_path, model, "critic"):
+    ((expected, _), *_) = _run(before, work.uninterrupted, tmp_path, model, variant)
+    _run(before, work.first_half, tmp_path, model, variant)
+    for state, _ in _run(after, work.second_half, tmp_path, model, variant):
         assert _distance(expected, state) < 1e-5
+
+
+def test_an_adapter_of_ranks_is_published_and_saved_as_one_of_one_rank(tmp_path, model):
+    states = {}
+    for num_ranks in (1, 2):
+        place = tmp_path / str(num_ranks)
+        ((states[num_ranks], _), *_) = _run(num_ranks, work.first_half, place, model, "lora")
+        path = latest_checkpoint(place / "cut" / "checkpoints" / "actor")
+        published = FileStore(place / "cut" / "weights", "actor").fetch(work.SAVED)
+        adapter = load_file(path / "adapter" / "adapter_model.safetensors")
+        assert adapter.keys() == published.keys() and all(torch.equal(adapter[n], published[n]) for n in adapter)
+        whole = load_model(model)
+        load_adapter(whole, adapter, 32 / 4, {})
+        merged, saved = state_tensors(whole), state_tensors(load_model(path))
+        assert merged.keys() == saved.keys() and all(torch.equal(merged[n], saved[n]) for n in merged)
+        assert any("lora_B" in n and t.any() for n, t in adapter.items())
+    assert _distance(states[1], states[2]) < 1e-5
 
 
 def test_codes_of_moments_go_on_with_another_number_of_ranks(tmp_path, model):
