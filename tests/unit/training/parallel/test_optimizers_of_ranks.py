@@ -1,4 +1,4 @@
-"""An optimizer makes of equal gradients the same bits, whoever holds which rows; but fused AdamW rounds by the place."""
+"""An optimizer makes of equal gradients the same bits, whoever holds which rows; fused AdamW rounds by the place."""
 
 from __future__ import annotations
 
