@@ -117,7 +117,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a workflow says of its episode. A plain float or dict that it returns becomes one of these."""
 
-    reward: float | dict[str, float | None] | None = None  # one for all policies, or per policy; None: unscored
+    reward: float | dict[str, float | None] | None = None  # of all, or by "policy", "policy@agent"; None: unscored
     rewards_per_call: dict[str, list[float]] | list[float] = {}  # policy -> one per call; a list: of the only policy
     metrics: dict[str, float] = {}  # "success" (0 or 1) is shown in reports; default: reward >= 1
 

@@ -214,7 +214,8 @@ class _Endpoints:
             num_rows=int(batch.metrics["batch/trajectories"]),
             num_sampled_tokens=int(batch.metrics["tokens/sampled"]),
         )
-        rows = batch_rows(batch, self._machine.state.puts, asked.rank, asked.ranks)
+        branches = self._shell.config.policies[name].batch.branches
+        rows = batch_rows(batch, self._machine.state.puts, asked.rank, asked.ranks, branches)
         if shares_files(request) and worth_sharing(rows):
             return json_reply(share_batch(header, rows, self._shell.segments))
         return StreamReply(stream_pieces(header, rows_table(rows, self._shell.segments.read)))

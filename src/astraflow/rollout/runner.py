@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from astraflow.contracts import Engine
 from astraflow.errors import AstraFlowError, EpisodeError, WireError
-from astraflow.rollout.context.trie import trajectories
+from astraflow.rollout.context.credit import rewarded
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.gateway.dialect import failure
 from astraflow.rollout.gateway.episode import EpisodeCapture
@@ -283,7 +283,7 @@ def build_episode(
     branches: list[Trajectory] = []
     if error is None:
         try:
-            branches = _branches(capture, outcome or Outcome())
+            branches = rewarded(capture.calls, outcome or Outcome())
         except EpisodeError as problem:
             error = f"reward: {problem}"
         else:
@@ -302,20 +302,3 @@ def fitting(episode: Episode, most: int | None) -> Episode:
         return episode
     error = f"overlong: tokens={tokens} must be at most {most}; end it earlier, or raise dataflow.max_episode_tokens"
     return replace(episode, trajectories=[], error=error)
-
-
-def _branches(capture: EpisodeCapture, outcome: Outcome) -> list[Trajectory]:
-    reward, per_call = outcome.reward, outcome.rewards_per_call
-    if isinstance(per_call, list):
-        if len(capture.calls) > 1:
-            known = ", ".join(sorted(capture.calls))
-            raise EpisodeError(f"rewards_per_call={per_call} must name a policy: {{policy: [...]}}; known: {known}")
-        per_call = dict.fromkeys(capture.calls, per_call)
-    named = {*per_call, *(reward if isinstance(reward, Mapping) else ())}
-    if unknown := sorted(named - set(capture.calls)):
-        raise EpisodeError(f"policy={unknown[0]!r} is not in this episode; known: {', '.join(sorted(capture.calls))}")
-    branches: list[Trajectory] = []
-    for policy, calls in capture.calls.items():
-        own = reward.get(policy) if isinstance(reward, Mapping) else reward
-        branches += trajectories(calls, policy, own, per_call.get(policy, ()))
-    return branches

@@ -123,6 +123,19 @@ def test_the_shares_of_all_ranks_are_the_batch(ranks: int) -> None:
     assert sorted(together, key=by_first) == sorted(whole.to_pylist(), key=by_first)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_branches_of_an_episode_weigh_each_or_once(ranks: int) -> None:
+    store = Store()
+    batch = batch_of(store.episodes([[3, 4], [9], [5, 2, 2, 2]]))
+    batch.groups[0] = msgspec.structs.replace(batch.groups[0], weight=2.0)
+    for branches, wanted in (("each", {2: 2.0, 1: 2.0, 4: 2.0}), ("once", {2: 1.0, 1: 2.0, 4: 0.5})):
+        found: dict[str, list[float]] = {}
+        for rank in range(ranks):
+            for row in batch_table(batch, store.puts, store.read, rank, ranks, branches).to_pylist():
+                found.setdefault(row["episode_id"], []).append(row["weight"])
+        assert {len(weights): weights for weights in found.values()} == {n: [w] * n for n, w in wanted.items()}
+
+
 def test_where_rows_lie_travels_as_json() -> None:
     store = Store()
     batch = batch_of(store.episodes([[3, 4], [9]]))

@@ -83,6 +83,7 @@ class BatchSection(Strict):
     tokens: int = Field(0, ge=0, description="a batch is full at this many sampled tokens too; 0: by groups only")
     episodes: int = Field(0, ge=0, description="episodes of a batch, siblings may part; 0: whole groups")
     order: Literal["edf", "fifo"] = Field("edf", description="edf: oldest weight version first; fifo: first complete")
+    branches: Literal["each", "once"] = Field("each", description="each branch has its group's weight, or a share of it")
     max_staleness: int = Field(1, ge=0, description="0: synchronous training")
     epochs: int = Field(1, ge=1, description="passes over a batch")
     minibatches: int = Field(1, ge=1, description="optimizer steps of a pass, on whole groups each")

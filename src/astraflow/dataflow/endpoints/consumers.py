@@ -68,7 +68,9 @@ class ConsumerEndpoints:
         )
         table = TRAINING_SCHEMA.empty_table()
         if any(g.entries for g in groups):  # damaged ones have been taken out
-            table = batch_table(Batch(0, groups, {}), self._machine.state.puts, self._shell.segments.read)
+            branches = self._shell.config.policies[body.policy].batch.branches
+            puts, read = self._machine.state.puts, self._shell.segments.read
+            table = batch_table(Batch(0, groups, {}), puts, read, branches=branches)
         return StreamReply(stream_pieces(header, table))
 
     async def ack(self, request: Request) -> Response:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -24,6 +25,7 @@ from astraflow.dataflow.storage.tokens import token_advantages
 from astraflow.wire.codec import TRAINING_SCHEMA, flat_values, list_lengths
 
 Read = Callable[[Put], pa.Buffer]
+Branches = Literal["each", "once"]  # how `policies.*.batch.branches` weighs an episode that forked
 _MOST_CHUNKS = 16  # of a batch: more are copied together, since each costs the writer and the reader some 50 us
 
 
@@ -104,10 +106,14 @@ def entry_table(rows: EntryRows, read: Read) -> pa.Table:
     return table
 
 
-def batch_rows(batch: Batch, puts: Mapping[int, Put], rank: int = 0, ranks: int = 1) -> BatchRows:
-    """Where the rows of a batch lie."""
+def batch_rows(
+    batch: Batch, puts: Mapping[int, Put], rank: int = 0, ranks: int = 1, branches: Branches = "each"
+) -> BatchRows:
+    """Where the rows of a batch lie. `branches`: "once": those of an episode share its weight."""
     entries = [e for g in batch.groups for e in g.entries]
-    weights = [g.weight for g in batch.groups for _ in g.entries]
+    shares = [len(e.part.rows) if branches == "once" else 1 for e in entries]
+    of_groups = [g.weight for g in batch.groups for _ in g.entries]
+    weights = [weight / share for weight, share in zip(of_groups, shares, strict=True)]
     return BatchRows(
         rows=entry_rows(entries, puts),
         advantages=[e.advantage for e in entries],
@@ -141,9 +147,11 @@ def rows_table(rows: BatchRows, read: Read) -> pa.Table:
     )
 
 
-def batch_table(batch: Batch, puts: Mapping[int, Put], read: Read, rank: int = 0, ranks: int = 1) -> pa.Table:
+def batch_table(
+    batch: Batch, puts: Mapping[int, Put], read: Read, rank: int = 0, ranks: int = 1, branches: Branches = "each"
+) -> pa.Table:
     """The rows of a batch, or of the share of one rank, as a trainer gets them."""
-    return rows_table(batch_rows(batch, puts, rank, ranks), read)
+    return rows_table(batch_rows(batch, puts, rank, ranks, branches), read)
 
 
 def _pieces(keys: np.ndarray, rows: np.ndarray, puts: Mapping[int, Put]) -> list[Piece]:

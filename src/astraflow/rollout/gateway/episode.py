@@ -24,7 +24,7 @@ class EpisodeCapture(msgspec.Struct):
 
 
 class PolicyCapture:
-    """One policy in one episode. Agents that have a name (`model = "<policy>@<agent>"`) continue their own calls only."""
+    """One policy in one episode. Agents with a name (`model = "<policy>@<agent>"`) continue their own calls only."""
 
     __slots__ = ("_contexts", "_raw", "calls", "endpoint", "next_index", "policy", "sampling")
 

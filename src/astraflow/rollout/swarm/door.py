@@ -23,6 +23,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from astraflow.errors import EpisodeError, GatewayError
+from astraflow.rollout.gateway.contexts import policy_of
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.swarm.pool import Held, SwarmPool
 from astraflow.types import Outcome, error_kind
@@ -233,7 +234,7 @@ def _outcome(body: m.Finish, policies: list[str]) -> Outcome:
         )  # fmt: skip
     except EpisodeError as error:
         raise _malformed(str(error)) from error
-    named = {*(outcome.reward if isinstance(outcome.reward, dict) else ())}
+    named = {policy_of(name) for name in (outcome.reward if isinstance(outcome.reward, dict) else ())}
     named |= {*(outcome.rewards_per_call if isinstance(outcome.rewards_per_call, dict) else ())}
     if unknown := sorted(named - {*policies}):
         raise _malformed(f"policy={unknown[0]!r} is not in this episode; known: {', '.join(sorted(policies))}")
