@@ -87,6 +87,7 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._homes: dict[int, _Worker] = {}  # slot -> worker
         self._gone: list[_Worker] = []  # not yet reaped
+        self._starting: set[asyncio.Task[_Worker]] = set()
         self._next_slot = 0
         self._failed_starts = 0
         self._closing = False
@@ -181,6 +182,8 @@ class WorkerPool:
     async def close(self) -> None:
         """Hang up: workers end by themselves; one that does not is killed."""
         self._closing = True
+        if self._starting:
+            await asyncio.wait(self._starting)
         workers = self._workers + self._gone
         for worker in list(self._workers):
             worker.channel.close()
@@ -193,6 +196,13 @@ class WorkerPool:
             worker.drain.close()
 
     async def _spawn(self, *, trial: bool = False) -> _Worker:
+        """A new worker. Whoever waits here may be cancelled: the process is known all the same, and `close` ends it."""
+        starting = asyncio.create_task(self._start_worker(trial))
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+        return await asyncio.shield(starting)
+
+    async def _start_worker(self, trial: bool) -> _Worker:
         """From the files as they are now while no code is known, and for a trial; else from what is remembered."""
         generation = Generation() if trial else self._current if self._current.code else Generation()
         hello = replace(self._hello, files=list(generation.files.values()))

@@ -186,3 +186,13 @@ async def test_what_workers_write_reaches_the_log_of_the_node_and_no_more_than_i
         assert episode.error is None
     assert "x" * 1000 in capsys.readouterr().err
     assert made.pool.notes() == {"code": episode.code}
+
+
+async def test_a_pool_that_is_closed_while_it_starts_a_worker_leaves_none_behind(workflow):
+    async with bench(workflow()) as made:
+        starting = asyncio.create_task(made.pool._spawn())
+        await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait({starting})
+        await made.pool.close()
+        assert [w.process.returncode is not None for w in made.pool._gone] == [True, True]

@@ -96,7 +96,7 @@ OPERATIONS = (
         about="I serve weights: nodes are told of me while I say so", refusals=(*_BODY, 409, 503),
     ),
     Operation(
-        method="GET", path="/sources/{source}/rows/{row}", name="row", sender="node", reply=Task,
+        method="GET", path="/sources/{source}/rows/{row:int}", name="row", sender="node", reply=Task,
         about="The task of one row, to try a workflow on it", refusals=(404,),
     ),
     Operation(

@@ -8,6 +8,7 @@ from typing import Any
 from astraflow.wire.describe.openapi import Operation, document
 from astraflow.wire.messages import Ok
 from astraflow.wire.swarm import messages as m
+from astraflow.wire.swarm import trials as t
 
 _BODY = (400, 413, 415, 422)
 _OF_EPISODE = (*_BODY, 404, 409, 410)
@@ -33,6 +34,15 @@ OPERATIONS = (
     Operation(
         method="POST", path="/swarm/episodes/{episode_id:path}/abort", name="abort", sender="client", body=m.Abort,
         reply=Ok, about="Give the episode back: nothing is kept, it is offered again at once", refusals=_OF_EPISODE,
+    ),
+    Operation(
+        method="POST", path="/swarm/trials", name="trial", sender="anyone", body=t.TrialRequest, reply=m.PlayLease,
+        about="Try a workflow on a task: played and captured as any episode, never trained",
+        refusals=(*_BODY, 404, 409, 503),
+    ),
+    Operation(
+        method="POST", path="/swarm/trials/{trial_id}/finish", name="finish_trial", sender="anyone", body=t.TrialEnd,
+        reply=t.Trial, about="It was played: what was captured", refusals=(*_BODY, 404),
     ),
     Operation(
         method="GET", path="/swarm/status", name="status", sender="anyone", reply=m.SwarmStatus,
