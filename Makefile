@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup quickstart two-nodes smollm2 test gpu lint format types faults soak openapi bench-loop bench-training bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup quickstart two-nodes smollm2 test gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -95,6 +95,9 @@ bench-loop: $(VENV)/.dev  ## speed of the whole loop against a plain single-proc
 
 bench-training: $(VENV)/.smollm2 $(PEERS)/.ready  ## tokens per second and memory of one update: ours, TRL, a plain loop
 	@$(BIN)/python -m benchmarks.bench_training --peers=$(PEERS)/bin/python $(ARGS)
+
+bench-context: $(VENV)/.dev  ## update of episodes of many calls: no merging, linear merging, prefix tree
+	@$(BIN)/python -m benchmarks.bench_context $(ARGS)
 
 bench-quickstart: $(VENV)/.dev  ## does the quickstart learn from every seed, and as well when it is synchronous
 	@$(BIN)/python -m benchmarks.bench_quickstart $(ARGS)

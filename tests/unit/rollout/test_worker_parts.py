@@ -103,6 +103,14 @@ async def test_the_openai_form_gives_attributes():
     assert completion.usage.total_tokens == 9
 
 
+@pytest.mark.parametrize("model", ["actor@planner", "gpt-4@planner"])
+async def test_an_agent_may_have_a_name(model):
+    llm, asked = client(200, COMPLETION)
+    await llm.chat.completions.create(model=model, messages=[])
+    await llm.chat([], model="actor@planner")
+    assert [body["model"] for body in asked] == ["actor@planner"] * 2
+
+
 @pytest.mark.parametrize(
     ("status", "body", "kind"),
     [

@@ -164,7 +164,10 @@ class Completions:
     async def create(
         self, *, messages: Sequence[Message], model: str | None = None, **options: Any
     ) -> OpenAICompletion:
-        """`model` is the policy of this client whatever is given, options as in OpenAI's chat completions."""
+        """`model` is the policy of this client whatever is given, but for an agent's name behind it ("actor@planner");
+        options as in OpenAI's chat completions."""
+        if agent := (model or "").partition("@")[2]:
+            options["model"] = f"{self._chat._policy}@{agent}"
         return _decode_openai(await self._chat._send(messages, options))
 
 

@@ -71,7 +71,7 @@ def tree_flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scaling: float | None
 ) -> torch.Tensor:
     """query [1, H, U, D], key and value [1, K, U, D] -> [1, H, U, D]."""
-    attend: Callable[..., Any] = _compiled() if query.device.type == "cuda" else flex_attention
+    attend: Any = _compiled() if query.device.type == "cuda" else flex_attention
     output: torch.Tensor = attend(
         query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
