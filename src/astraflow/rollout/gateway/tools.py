@@ -104,7 +104,7 @@ class Content:
 
     def __init__(self) -> None:
         self._said = False
-        self._space = ""  # held back: it is dropped if a call follows
+        self._space = ""  # held back: it is not said if a call follows
         self.cut = False  # by a call: the text until here is complete
 
     def say(self, text: str) -> list[Piece]:
@@ -122,7 +122,7 @@ class Content:
 
     def interrupt(self) -> None:
         """A call or a thought follows."""
-        self._space, self.cut = "", True
+        self.cut = True
 
     def end(self) -> list[Piece]:
         """White space at the end of a text without a call is part of it."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from astraflow.engines.scripted import ScriptedEngine
+from astraflow.rollout.gateway.calls.events import Event
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.gateway.dialect import ChatRequest
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
@@ -152,6 +155,38 @@ class World:
 
     def close(self) -> list[Any]:
         return self.gateway.close_episode(self.key).calls["actor"]
+
+
+class Stage:
+    """A gateway over a scripted engine that is held: `step` gives tokens, `turn` lets the gateway hear of them."""
+
+    def __init__(self, *texts: str, max_tokens: int = 400, **options: Any) -> None:
+        self.chat = FakeChat()
+        replies = [[*self.chat.encode(text), EOS] for text in texts]
+        self.engine = ScriptedEngine(replies, held=True, **options)
+        self.gateway = Gateway({"actor": PolicyEndpoint(self.engine, self.chat, HermesParser())})
+        self.key = self.gateway.open_episode(lease(sampling={"actor": Sampling(max_tokens=max_tokens)}))
+
+    def request(self, **options: Any) -> ChatRequest:
+        return ChatRequest(**({"model": "actor", "messages": [{"role": "user", "content": "hi"}]} | options))
+
+    def stream(self, **options: Any) -> AsyncGenerator[Event, None]:
+        return self.gateway.stream(self.key, self.request(**options))
+
+    async def turn(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    def close(self) -> list[Any]:
+        return self.gateway.close_episode(self.key).calls["actor"]
+
+    def stat(self, name: str) -> float:
+        return self.gateway.stats()[f"gateway/{name}"]
+
+
+@pytest.fixture(scope="session")
+def stage() -> type[Stage]:
+    return Stage
 
 
 @pytest.fixture(scope="session")

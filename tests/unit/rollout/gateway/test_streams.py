@@ -23,38 +23,6 @@ USER = {"role": "user", "content": "hi"}
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 
-class Stage:
-    """A gateway over a scripted engine that is held: `step` gives tokens, `turn` lets the gateway hear of them."""
-
-    def __init__(self, fakes: Any, *texts: str, max_tokens: int = 400, **options: Any) -> None:
-        self.chat = fakes.FakeChat()
-        replies = [[*self.chat.encode(text), fakes.EOS] for text in texts]
-        self.engine = ScriptedEngine(replies, held=True, **options)
-        self.gateway = Gateway({"actor": PolicyEndpoint(self.engine, self.chat, HermesParser())})
-        self.key = self.gateway.open_episode(fakes.lease(sampling={"actor": Sampling(max_tokens=max_tokens)}))
-
-    def request(self, **options: Any) -> ChatRequest:
-        return ChatRequest(**({"model": "actor", "messages": [USER]} | options))
-
-    def stream(self, **options: Any) -> AsyncGenerator[Event, None]:
-        return self.gateway.stream(self.key, self.request(**options))
-
-    async def turn(self) -> None:
-        for _ in range(5):
-            await asyncio.sleep(0)
-
-    def close(self) -> list[Any]:
-        return self.gateway.close_episode(self.key).calls["actor"]
-
-    def stat(self, name: str) -> float:
-        return self.gateway.stats()[f"gateway/{name}"]
-
-
-@pytest.fixture
-def stage(fakes: Any) -> Any:
-    return lambda *texts, **options: Stage(fakes, *texts, **options)
-
-
 class Reader:
     """Reads a stream in the background, as a client does."""
 
@@ -164,6 +132,40 @@ async def test_only_one_call_where_parallel_ones_are_not_wanted(stage: Any, fake
     assert made.chat.decode(call.generation.token_ids) == CALL and call.generation.finish_reason == "stop"
 
 
+async def test_the_end_of_the_only_call_ends_the_reply_whatever_else_its_token_says(stage: Any, fakes: Any) -> None:
+    class Coarse(fakes.FakeChat):  # one token is the end of a call and the start of another
+        def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+            return str(super().decode(ids, skip_special_tokens)).replace("#", "</tool_call> <tool_")
+
+    chat = Coarse()
+    text = CALL.replace("</tool_call>", "#")
+    engine = ScriptedEngine([[*chat.encode(text + "call>"), fakes.EOS]])
+    gateway = Gateway({"actor": PolicyEndpoint(engine, chat, HermesParser())})
+    key = gateway.open_episode(fakes.lease(sampling={"actor": Sampling(max_tokens=400)}))
+    request = ChatRequest(
+        model="actor", messages=[USER], tools=[fakes.tool("f", x="integer")], parallel_tool_calls=False
+    )
+    reader = Reader(gateway.stream(key, request))
+    await reader.task
+    assert (reader.text(), reader.calls()) == ("", [("call_0_0", "f", '{"x":1}')])
+    (call,) = gateway.close_episode(key).calls["actor"]
+    assert call.generation.token_ids.tolist() == chat.encode(text)
+
+
+async def test_a_stop_id_of_the_run_is_sampled_and_says_nothing(fakes: Any) -> None:
+    chat = fakes.FakeChat()
+    engine = ScriptedEngine([chat.encode("abx")])
+    gateway = Gateway({"actor": PolicyEndpoint(engine, chat, HermesParser())})
+    sampling = Sampling(stop_token_ids=(fakes.IDS["x"],))
+    key = gateway.open_episode(fakes.lease(sampling={"actor": sampling}))
+    reader = Reader(gateway.stream(key, ChatRequest(model="actor", messages=[USER])))
+    await reader.task
+    assert reader.text() == "ab"
+    assert reader.events[-1].completion.choices[0].message.content == "ab"  # type: ignore[union-attr]
+    (call,) = gateway.close_episode(key).calls["actor"]
+    assert chat.decode(call.generation.token_ids) == "abx"
+
+
 async def test_half_a_character_is_never_given(fakes: Any) -> None:
     class Bytes(fakes.FakeChat):  # ids are bytes
         def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
@@ -245,6 +247,23 @@ async def test_an_agent_that_hangs_up_in_the_middle_has_what_it_got_captured(sta
     assert second.prompt_ids.tolist()[: len(own)] == own and not second.forked
 
 
+async def test_what_was_held_back_when_an_agent_hung_up_is_not_put_into_its_mouth(stage: Any) -> None:
+    made = stage("abENx", "next")
+    reader = Reader(made.stream(stop="END"))
+    await made.turn()
+    made.engine.step(4)
+    await made.turn()
+    assert reader.text() == "ab"
+    await reader.hang_up()
+    made.engine.release()
+    history = [USER, {"role": "assistant", "content": "ab"}, USER]
+    await made.gateway.chat(made.key, made.request(messages=history))
+    first, second = made.close()
+    assert made.chat.decode(first.generation.token_ids) == "abEN"
+    written = made.chat.render(history, None, add_generation_prompt=True)
+    assert made.chat.decode(second.prompt_ids, skip_special_tokens=False) == written
+
+
 async def test_closing_the_episode_captures_what_a_stream_has_given_and_ends_it(stage: Any) -> None:
     made = stage("abcdef")
     reader = Reader(made.stream())
@@ -306,14 +325,14 @@ TEXTS = ["a", "EN", "END", "D", "<tool_call>", "</tool_call>", CALL, " ", "\n", 
     tools=st.booleans(), parallel=st.booleans(), steps=st.lists(st.integers(1, 30), max_size=12),
 )  # fmt: skip
 def test_a_stream_says_and_captures_what_a_request_without_one_does(
-    fakes: Any, words: list[str], stops: tuple[str, ...], tools: bool, parallel: bool, steps: list[int]
+    stage: Any, fakes: Any, words: list[str], stops: tuple[str, ...], tools: bool, parallel: bool, steps: list[int]
 ) -> None:
     options: dict[str, Any] = {"stop": list(stops), "parallel_tool_calls": parallel}
     options |= {"tools": [fakes.tool("f", x="integer")]} if tools else {}
 
     async def play() -> None:
         text = "".join(words)
-        whole, pieced = (Stage(fakes, text, max_tokens=80) for _ in range(2))
+        whole, pieced = (stage(text, max_tokens=80) for _ in range(2))
         whole.engine.release()
         expected = await whole.gateway.chat(whole.key, whole.request(**options))
         reader = Reader(pieced.stream(**options))
