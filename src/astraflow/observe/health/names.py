@@ -217,6 +217,8 @@ NODES: tuple[RowMetric, ...] = (
     RowMetric("nodes/commit_backlog", "episodes", "played and not committed yet", "small"),
     RowMetric("nodes/unreachable", "requests", "to the dataflow service that failed", "0"),
     RowMetric("nodes/workers_restarted", "processes", "so far", "0"),
+    RowMetric("nodes/edits", "edits", "of the workflow's files that were taken up"),
+    RowMetric("nodes/edits_refused", "edits", "that did not work", "0"),
     RowMetric("nodes/loop_cpu_s", "s", "CPU of gateway and runner so far"),
     RowMetric("nodes/gateway/calls", "calls", "served so far"),
     RowMetric("nodes/gateway/cancelled", "calls", "whose agent went away"),
