@@ -107,8 +107,8 @@ def check_aggregation(value: Aggregation) -> Aggregation:
 
 def check_clip(low: float, high: float) -> tuple[float, float]:
     """The window [1 - low, 1 + high] of a ratio. Raises: Problem: it is none."""
-    check("clip_low", low, 0 < low <= 1, "must be in (0, 1]", "use 0.2")
-    check("clip_high", high, high > 0, "must be > 0", "use 0.2")
+    check("clip_low", low, 0 < low <= 1, "must be in (0, 1]", "leave it out for the default of this loss")
+    check("clip_high", high, high > 0, "must be > 0", "leave it out for the default of this loss")
     return 1 - low, 1 + high
 
 
