@@ -15,7 +15,7 @@ from astraflow.config.schema import CriticSection, KlSection, OptimizerSection, 
 from astraflow.errors import ModelError, TrainingError
 from astraflow.models.load import load_model
 from astraflow.models.scoring.packing import rows_from_table
-from astraflow.training import reference
+from astraflow.training import learner as learners
 from astraflow.training.credit import critic as critics
 from astraflow.training.credit.chains import chains_of, with_rewards
 from astraflow.training.credit.critic import Critic
@@ -280,13 +280,13 @@ def test_an_update_that_the_critic_skips_counts_and_its_batch_is_kept(make_confi
     assert [p.name for p in (tmp_path / "skipped_batches" / "actor").iterdir()] == ["step-000001.parquet"]
 
 
-@pytest.mark.parametrize("of", ["critic", "reference"])
+@pytest.mark.parametrize("of", ["Critic", "load_reference"])
 def test_a_second_model_that_does_not_fit_into_memory_is_said(make_config, tmp_path, monkeypatch, of):
     def too_much(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(critics if of == "critic" else reference, "load_model", too_much)
-    config = make_config() if of == "critic" else make_config(critic=None, algorithm={"kl": {}})
+    monkeypatch.setattr(learners, of, too_much)
+    config = make_config() if of == "Critic" else make_config(critic=None, algorithm={"kl": {}})
     with pytest.raises(TrainingError, match="memory=CUDA out of memory ran out while the model was loaded"):
         Learner(config, "actor", tmp_path)
 
