@@ -40,13 +40,13 @@ from astraflow.training.credit.truncation import without_truncated
 from astraflow.training.feed.publisher import publisher_for
 from astraflow.training.guards.batches import SKIPPED, check_rows, keeping_skipped, longest_row
 from astraflow.training.guards.memory import naming_memory
-from astraflow.training.guards.packed import prepared_as_itself
+from astraflow.training.guards.packed import prepared_scoring
 from astraflow.training.guards.resumed import check_same_model
 from astraflow.training.optimize.flops import StepCost, peak_tflops
 from astraflow.training.optimize.frozen import freeze
 from astraflow.training.optimize.minibatches import groups_of
+from astraflow.training.parallel.loading import Stored
 from astraflow.training.parallel.ranks import ALONE, Ranks, device_of
-from astraflow.training.parallel.scoring import scoring_of
 from astraflow.training.reference import KlPenalty, check_tokens, load_reference
 from astraflow.training.saver import Saver
 from astraflow.training.sft import Company, warm_start
@@ -129,11 +129,10 @@ class Learner:
         self._cost = StepCost(self.model)
         self._device = device_of(self.section.trainer.device)
         with naming_memory(self.policy, self.section):
-            self.model.to(self._device)  # type: ignore[arg-type]
-            prepared_as_itself(self.model, f"policies.{self.policy}.model")
             if self.section.trainer.gradient_checkpointing:
                 recompute_activations(self.model)
-            self._score = scoring_of(self.model, self._ranks)
+            stored = Stored(self.trained.source, self._device)
+            self._score = prepared_scoring(self.model, f"policies.{self.policy}.model", self._ranks, stored)
 
     def train(self, table: pa.Table) -> dict[str, float]:
         """One step on the rows of a batch; the next version is under way when this returns: readers wait for it.

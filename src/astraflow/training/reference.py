@@ -29,14 +29,14 @@ from astraflow.algorithms.kl import ESTIMATORS, kl_estimates, kl_to_go
 from astraflow.config.env import cache_dir
 from astraflow.config.schema import KlSection, RunConfig
 from astraflow.errors import ModelError, TrainingError
-from astraflow.models.load import load_model, load_tensors
 from astraflow.models.lora.adapter import PREFIX
 from astraflow.models.lora.layers import lora_tensors
 from astraflow.models.registry import model_directory
 from astraflow.models.scoring.packing import Pack
-from astraflow.training.guards.packed import prepared_as_itself
+from astraflow.training.guards.packed import prepared_scoring
+from astraflow.training.parallel.loading import Stored, open_model
 from astraflow.training.parallel.ranks import ALONE, Ranks
-from astraflow.training.parallel.scoring import Scoring, scoring_of
+from astraflow.training.parallel.scoring import Scoring, load_whole, scoring_of
 
 Tensors = Mapping[str, torch.Tensor]
 ScoreAll = Callable[[Callable[[Pack], torch.Tensor]], list[np.ndarray]]
@@ -140,7 +140,7 @@ def load_reference(
         setting = f"algorithm.{section.algorithm.reference_setting}"
         other = model_directory(name, cache_dir(), config.run.seed)
         check_tokens(setting, name, other, directory)
-        frozen = load_model(other)
+        source, frozen = other, open_model(other, ranks)
         _check_rows(setting, name, frozen, model)
     elif section.lora is not None:
         own = lora_tensors(model)
@@ -151,14 +151,14 @@ def load_reference(
         log.info("the reference of %s is its base %s", policy, "with the adapter of version 0" if warm else directory)
         return Reference(model, weights)
     else:
-        frozen = load_model(directory)
-        if warm:
-            load_tensors(frozen, first_version())
+        source, frozen = directory, open_model(directory, ranks)
     frozen.requires_grad_(False)
-    frozen.to(model.device)  # type: ignore[arg-type]
-    prepared_as_itself(frozen, f"algorithm.{section.algorithm.reference_setting}")
+    setting = f"algorithm.{section.algorithm.reference_setting}"
+    score = prepared_scoring(frozen, setting, ranks, Stored(source, model.device))
+    if warm and not name:
+        load_whole(frozen, first_version(), ranks)
     log.info("the reference of %s is %s", policy, name or ("version 0" if warm else directory))
-    return Reference(frozen, score=scoring_of(frozen, ranks))
+    return Reference(frozen, score=score)
 
 
 def check_tokens(setting: str, name: str, other: Path, policy: Path) -> None:

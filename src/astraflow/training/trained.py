@@ -18,6 +18,7 @@ from astraflow.models.lora.adapter import BASE, CONFIG, TENSORS, read_adapter, w
 from astraflow.models.lora.layers import add_lora, effective_tensors, load_lora, lora_tensors, peft_names
 from astraflow.models.lora.merge import merged_weight
 from astraflow.training.checkpoint import ADAPTER, TrainingState, model_files, write_adapter
+from astraflow.training.parallel.loading import open_model
 from astraflow.training.parallel.ranks import ALONE, Ranks
 from astraflow.types import Adapter
 
@@ -30,6 +31,8 @@ class Trained(Protocol):
     model: PreTrainedModel
     files: list[Path]
     """What is published beside the tensors."""
+    source: Path
+    """The directory that `model` is of; of several ranks its weights are there still (`parallel.loading`)."""
 
     def copy(self) -> dict[str, torch.Tensor]:
         """What is trained, by its names in `model`, as published; later steps do not change it."""
@@ -65,16 +68,17 @@ def load_trained(
     Raises: ModelError, TrainingError: what cannot be loaded.
     """
     if section.lora is None:
-        return WholeModel(load_model(resumed or directory), directory, section.trainer.dtype, ranks)
+        return WholeModel(resumed or directory, directory, section.trainer.dtype, ranks)
     return AdapterOnly(section, directory, resumed, place, ranks)
 
 
 class WholeModel:
     """All weights are trained and published."""
 
-    def __init__(self, model: PreTrainedModel, directory: Path, dtype: str, ranks: Ranks) -> None:
+    def __init__(self, source: Path, directory: Path, dtype: str, ranks: Ranks) -> None:
         """`dtype`: of what is published; training goes on in float32."""
-        self.model, self.files, self._dtype, self._ranks = model, model_files(directory), DTYPES[dtype], ranks
+        self.model, self.source, self.files = open_model(source, ranks), source, model_files(directory)
+        self._dtype, self._ranks = DTYPES[dtype], ranks
 
     def copy(self) -> dict[str, torch.Tensor]:
         """See `Trained`."""
@@ -121,7 +125,7 @@ class AdapterOnly:
         self, section: PolicySection, directory: Path, resumed: Path | None, place: Path, ranks: Ranks
     ) -> None:  # fmt: skip
         assert section.lora is not None
-        self.model, self._directory = load_model(directory), directory
+        self.model, self.source = open_model(directory, ranks), directory
         targets = add_lora(self.model, section.lora)
         if ranks.leads:
             write_adapter_files(place, section.lora, targets, section.model, content_checksum(directory))
@@ -154,7 +158,7 @@ class AdapterOnly:
     def merged(self, version: Tensors) -> Tensors:
         """See `Trained`."""
         scaling = self._adapter().scaling
-        base = state_tensors(load_model(self._directory))
+        base = state_tensors(load_model(self.source))
         return {name: merged_weight(name, weight, version, scaling) for name, weight in base.items()}
 
     def write(self, building: Path, version: Tensors) -> None:

@@ -106,7 +106,7 @@ def _check_rank(rank: int, layers: Mapping[str, nn.Linear]) -> None:
 def _add(layer: nn.Linear, section: LoraSection) -> None:
     layer.__class__ = LoraLinear
     assert isinstance(layer, LoraLinear)
-    device = layer.weight.device
+    device = None if layer.weight.is_meta else layer.weight.device  # a base may get its memory later; these start now
     # float32 whatever the base is: steps of the optimizer are too small for fewer bits. A as nn.Linear starts, B zero.
     layer.lora_A = nn.Linear(layer.in_features, section.rank, bias=False, device=device, dtype=torch.float32)
     layer.lora_B = nn.Linear(section.rank, layer.out_features, bias=False, device=device, dtype=torch.float32)

@@ -56,6 +56,11 @@ class PackedPolicy(nn.Module):
         super().__init__()
         self.model, self.team = model, team
 
+    def itself(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V] of one sequence [T] by the model's own forward pass, with the attention that it has now."""
+        logits: torch.Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0]
+        return logits
+
     def forward(self, pack: Pack, temperature: float) -> Scores:
         """The trained tokens of `pack` at temperature T."""
         head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -7,8 +7,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from astraflow.errors import ModelError
-from astraflow.models.scoring.forward import packed_logprobs, prepare_model
+from astraflow.models.scoring.forward import prepare_model
 from astraflow.models.scoring.packing import pack_rows, rows_from_lists
+from astraflow.training.parallel.loading import Stored
+from astraflow.training.parallel.ranks import ALONE, Ranks
+from astraflow.training.parallel.scoring import Scoring, scoring_of
 
 LENGTHS, SHARED = (9, 12, 7), 5  # tokens of the sequences that are tried; the first two have so many in common
 TOLERANCE = 0.01  # nats, of float32; rounding makes 1e-4, a wrong layer around 1
@@ -16,19 +19,22 @@ SHARE = 0.1  # of the tokens may differ: rounding sends one to another expert no
 _FIX = "use a decoder whose layers mix tokens by plain causal attention only, as Llama, Qwen3 or Mistral"
 
 
-def prepared_as_itself(model: PreTrainedModel, what: str) -> PreTrainedModel:
+def prepared_as_itself(model: PreTrainedModel, what: str, score: Scoring | None = None) -> PreTrainedModel:
     """`prepare_model`, and a few tokens are scored both packed and by the model's own forward pass, alone.
 
     State-space and linear-attention layers, convolutions over time, position biases and attention sinks do not go
     through the packed attention: such a model would learn from ratios that mean nothing, without any other sign.
-    Args: model: whole, in float32, with the attention that it was loaded with. what: the setting that asks for it.
+    Args: model: in float32, with the attention that it was loaded with. what: the setting that asks for it. score: of
+    ranks that have it in parts.
     Raises: ModelError: they differ, or the model cannot be called packed at all.
     """
     kind = type(model).__name__
+    score = score or scoring_of(model, ALONE)
     with torch.no_grad():
-        alone = _alone(model, examples := _examples(model))
+        alone = _alone(score, model.device, examples := _examples(model))
         try:
-            packed = _packed(prepare_model(model), examples)
+            prepare_model(model)
+            packed = _packed(score, examples)
         except (TypeError, AttributeError) as error:
             raise ModelError(what, kind, f"cannot be called with packed sequences ({error})", _FIX) from error
     gap = (alone - packed).abs()
@@ -40,6 +46,19 @@ def prepared_as_itself(model: PreTrainedModel, what: str) -> PreTrainedModel:
     return model
 
 
+def prepared_scoring(model: PreTrainedModel, what: str, ranks: Ranks, stored: Stored) -> Scoring:
+    """The scoring of a model that was opened from `stored` and is given to its device, or divided over `ranks`, in
+    place; see `prepared_as_itself`."""
+    if not ranks.many:
+        model.to(stored.device)  # type: ignore[arg-type]
+    score = scoring_of(model, ranks, stored)
+    if ranks.tensor > 1:  # linear layers in parts have one way to be called, and are of plain decoders
+        prepare_model(model)
+    else:
+        prepared_as_itself(model, what, score)
+    return score
+
+
 def _examples(model: PreTrainedModel) -> list[torch.Tensor]:
     inputs = model.get_input_embeddings()
     assert isinstance(inputs, nn.Embedding)
@@ -49,21 +68,21 @@ def _examples(model: PreTrainedModel) -> list[torch.Tensor]:
     return examples
 
 
-def _alone(model: PreTrainedModel, examples: list[torch.Tensor]) -> torch.Tensor:
+def _alone(score: Scoring, device: torch.device, examples: list[torch.Tensor]) -> torch.Tensor:
     """Logprobs of the tokens of each example but the first one, end to end."""
     found = []
     for ids in examples:
-        here = ids.to(model.device)
-        logits = model(input_ids=here[None], use_cache=False).logits[0, :-1].float()
+        here = ids.to(device)
+        logits = score.itself(here)[:-1].float()
         found.append(logits.log_softmax(-1).gather(1, here[1:, None])[:, 0])
     return torch.cat(found).cpu()
 
 
-def _packed(model: PreTrainedModel, examples: list[torch.Tensor]) -> torch.Tensor:
+def _packed(score: Scoring, examples: list[torch.Tensor]) -> torch.Tensor:
     """The same, of one pack with all of them."""
     rows = rows_from_lists([(ids.numpy(), torch.arange(len(ids)).numpy() > 0) for ids in examples])
     (pack,) = pack_rows(rows, sum(LENGTHS))
     sizes = torch.from_numpy(pack.target_sequence).bincount().tolist()
-    own = torch.split(packed_logprobs(model, pack, 1.0).logprobs.cpu(), sizes)
+    own = torch.split(score(pack, 1.0).logprobs.cpu(), sizes)
     by_row = dict(zip(pack.rows.tolist(), own, strict=True))
     return torch.cat([by_row[row] for row in range(len(examples))])

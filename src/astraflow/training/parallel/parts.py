@@ -49,6 +49,13 @@ def read_whole(folder: Path) -> dict[str, torch.Tensor]:
     return _read(folder, {}, alone=True)
 
 
+def read_weights(folder: Path, own: Tensors) -> None:
+    """Fill `own`, by the names that the weights have in the files of a model directory; each rank by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(dict(own), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
 def _read(folder: Path, own: Tensors, *, alone: bool) -> dict[str, torch.Tensor]:
     reader = HuggingFaceStorageReader(str(folder))
     target = {

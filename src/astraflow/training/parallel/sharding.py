@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
@@ -24,6 +24,7 @@ from astraflow.models.parts import check_parts
 from astraflow.models.scoring.forward import PackedPolicy, Scores
 from astraflow.models.scoring.packing import Pack
 from astraflow.models.scoring.team import ALONE
+from astraflow.training.parallel.loading import Stored, fill
 from astraflow.training.parallel.ranks import Ranks
 from astraflow.training.parallel.team import TeamOfRanks
 from astraflow.training.parallel.tensor import check_plan, split_linears
@@ -32,12 +33,15 @@ from astraflow.training.parallel.tensor import check_plan, split_linears
 class ShardedPolicy:
     """Call it on all ranks at once."""
 
-    def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
-        """Raises: ModelError: it cannot be computed by teams of that size."""
+    def __init__(self, model: PreTrainedModel, ranks: Ranks, stored: Stored | None = None) -> None:
+        """`stored`: what a model without memory is filled from.
+
+        Raises: ModelError: it cannot be computed by teams of that size.
+        """
         check_parts(model.config.to_dict(), ranks.tensor, ranks.context)
         if ranks.tensor > 1:
             check_plan(model)
-        meshes = ranks.meshes(model.device.type)
+        meshes = ranks.meshes(model.device.type if stored is None else stored.device.type)
         team = TeamOfRanks(meshes.team, meshes.context) if meshes.team.size() > 1 else ALONE
         self._model, self._policy = model, PackedPolicy(model, team)
         cut = split_linears(model, meshes.tensor) if ranks.tensor > 1 else set()
@@ -50,6 +54,12 @@ class ShardedPolicy:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale as it adds
+        register_fsdp_forward_method(self._policy, "itself")
+        if stored is not None:
+            fill(model, stored)
+            assert isinstance(self._policy, FSDPModule)
+            self._policy.unshard()  # FSDP takes over the new memory before anybody looks at it
+            self._policy.reshard()
 
     def __call__(self, pack: Pack, temperature: float, weights: Mapping[str, torch.Tensor] | None = None) -> Scores:
         """See `Scoring`. `weights`: this rank's parts, or whole; without gradient only."""
@@ -58,6 +68,13 @@ class ShardedPolicy:
             if not torch.is_grad_enabled():
                 self._drop_gathered()
         return scores
+
+    @torch.no_grad()
+    def itself(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `Scoring`. Not with linear layers in parts."""
+        logits: torch.Tensor = self._policy.itself(token_ids)
+        self._drop_gathered()
+        return logits
 
     def _drop_gathered(self) -> None:
         """FSDP keeps what the outermost module gathered for a backward pass: without one it would be used again after
@@ -80,6 +97,13 @@ class ShardedPolicy:
             finally:
                 for name, tensor in kept.items():
                     own[name].copy_(tensor)
+
+
+@torch.no_grad()
+def load_parts(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy this rank's part of whole `tensors` into the model in place."""
+    for name, own in state_tensors(model).items():
+        own.copy_(_part(tensors[name], own))
 
 
 def _part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
