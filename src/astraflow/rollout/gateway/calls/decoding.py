@@ -1,4 +1,7 @@
-"""The text of a reply while its tokens come: whole characters only, joined equal to decoding all of them at once."""
+"""The text of a reply while its tokens come: whole characters only, joined equal to decoding all of them at once.
+
+Bytes that form no character are the exception: some decoders write those around them differently when all are there.
+"""
 
 from __future__ import annotations
 
