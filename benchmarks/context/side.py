@@ -60,7 +60,8 @@ def run(work: Work) -> dict[str, object]:
     return {
         "calls": sum(map(len, played)), "sequences": sum(len(pack.rows) for pack in packs), "packs": len(packs),
         "trained_tokens": sum(pack.num_targets for pack in packs),
-        "computed_tokens": sum(pack.num_computed for pack in packs), "seconds": round(statistics.median(times[1:] or times), 4),
+        "computed_tokens": sum(pack.num_computed for pack in packs),
+        "seconds": round(statistics.median(times[1:] or times), 4),
         "peak_mb": _peak_mb(), "grad_norm": round(norms[0], 6),
         "times": {str(i): round(t, 4) for i, t in enumerate(times)},
     }  # fmt: skip
