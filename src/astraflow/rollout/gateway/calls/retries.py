@@ -1,4 +1,4 @@
-"""Which request is a retry of one before: decision 0009.
+"""Which request is a retry of one before: decision 0010.
 
 A retry gets the answer of the call that it repeats, finished or still running, so that the call is trained once.
 
