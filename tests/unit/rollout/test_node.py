@@ -20,7 +20,7 @@ from astraflow.config.load import check_run
 from astraflow.dataflow.client import DataflowClient
 from astraflow.dataflow.service import create_dataflow_app, serve_dataflow
 from astraflow.engines.scripted import ScriptedEngine
-from astraflow.errors import ConfigError, EngineError, Problem, Unreachable
+from astraflow.errors import ConfigError, EngineError, Problem, Unreachable, WireError
 from astraflow.rollout.node import NodeOptions, serve_node
 from astraflow.rollout.policies import PolicyOptions, Weights, start_policy
 from astraflow.rollout.pool import PoolLimits
@@ -291,5 +291,44 @@ async def test_a_node_without_anybody_who_asks_leases_nothing(service, tmp_path)
         while await stat_of(running, "leased"):
             await asyncio.sleep(0.02)
         await asyncio.to_thread(swarm.close)
+        node.cancel()
+        await asyncio.gather(node, return_exceptions=True)
+
+
+async def test_a_refused_edit_is_in_the_status_of_the_run(service, tmp_path):
+    file = tmp_path / "noted_workflow.py"
+    call = 'await llm["actor"].chat([{"role": "user", "content": "1+1?"}])'
+    file.write_text(f"async def play(task, llm):\n    {call}\n    return 1.0\n")
+    async with service(workflow={"type": f"{file}:play", "group_size": 2, "timeout_s": 20}).running() as running:
+        node = asyncio.create_task(serve_node(running.node(tmp_path, watch=True)))
+        await running.resume()
+        await running.train()
+        async with asyncio.timeout(20):
+            while len(code := (await stat_of(running, "notes")).get("code", "")) != 12:
+                await asyncio.sleep(0.02)
+            file.write_text("def broken(:\n")
+            while "SyntaxError" not in (await stat_of(running, "notes")).get("edit", ""):
+                await asyncio.sleep(0.02)
+        assert (await stat_of(running, "notes"))["code"] == code
+        assert (await asyncio.to_thread(running.client.status))["episodes"]["codes"][code]["reward"] == 1.0
+        node.cancel()
+        await asyncio.gather(node, return_exceptions=True)
+
+
+async def test_a_row_of_the_run_is_tried_at_the_door_of_a_node(service, tmp_path):
+    from astraflow.launch.remote.trial import TrialPlay, play_trial
+
+    async with service().running() as running:
+        door, url = bind("127.0.0.1", 0, "test"), asyncio.get_running_loop().create_future()
+        node = asyncio.create_task(serve_node(running.node(tmp_path, workers=0, door=door, on_door=url.set_result)))
+        await running.resume()
+        played = TrialPlay(url=await url, workflow="tool_use", options={"environment": "calculator"}, row=17)
+        task, trial = await asyncio.to_thread(play_trial, played)
+        assert (task.source, task.row, trial.error) == ("train", 17, None)
+        assert {branch.reward for branch in trial.branches} == {1.0} and trial.num_calls == {"actor": 2}
+        reply = await asyncio.to_thread(running.client.status)
+        assert (reply["episodes"]["committed"], reply["episodes"]["leased"]) == (0, 0)
+        with pytest.raises(WireError, match="row=1000000 must be below"):
+            await asyncio.to_thread(play_trial, TrialPlay(url=played.url, workflow="tool_use", row=10**6))
         node.cancel()
         await asyncio.gather(node, return_exceptions=True)

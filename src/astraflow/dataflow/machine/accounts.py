@@ -30,7 +30,7 @@ UNSCORED = "unscored"  # reason of a group that had no reward, or failures of se
 LEFT_OUT = "left_out"  # reason of a scored episode that an operator took out of its group
 _MESSAGE_CHARS = 300
 _MOST_REASONS = 64  # of drops, per policy, and of errors: operators and workflows of users name their own
-_MOST_codes = 64  # versions of the workflow's code whose episodes are counted; the longest unused is forgotten
+_MOST_CODES = 64  # versions of the workflow's code whose episodes are counted; the longest unused is forgotten
 _ADVICE = {
     "zero_variance": "make rewards differ within a group: easier or more varied tasks, a warm start, a higher "
     "sampling.temperature, a larger workflow.group_size; or keep equal groups with operators = ['keep_all']",
@@ -116,7 +116,7 @@ def count_code(state: State, episode: EpisodeCommit, purpose: Purpose) -> None:
     rewards = [part.reward for part in episode.parts if part.reward is not None] if purpose == "train" else []
     account.scored += len(rewards)
     account.reward_sum += sum(rewards)
-    if len(state.codes) > _MOST_codes:
+    if len(state.codes) > _MOST_CODES:
         del state.codes[next(iter(state.codes))]
 
 
