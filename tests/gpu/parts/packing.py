@@ -48,7 +48,7 @@ def part(place: Place) -> Facts:
     layout = pack_layout(pack.cu_lengths, pack.places, place.device, torch.bfloat16)
     return {
         "tokens": int(pack.num_tokens), "computed_tokens": int(pack.num_computed),
-        "kernel": "flex" if layout.tree is not None else "varlen" if not layout.buckets else "buckets", "float32_max_error": float32,
+        "kernel": "tree" if layout.tree is not None else "varlen" if not layout.buckets else "buckets", "float32_max_error": float32,
         "bfloat16_mean_error": error, "bfloat16_mean_error_alone": alone,
         "bfloat16_p99_error": float(np.percentile(np.abs(low - truth)[trained], 99)),
         "float32_gradient_cosine": cosines[0], "bfloat16_gradient_cosine": cosines[1],
