@@ -14,8 +14,8 @@ import torch
 from record import Facts, Place, config_of, random_model, run_part
 from transformers import PreTrainedModel
 
-from astraflow.models.scoring.layout import pack_layout
 from astraflow.models.scoring.forward import packed_logprobs, prepare_model
+from astraflow.models.scoring.layout import pack_layout
 from astraflow.models.scoring.packing import Pack, TokenRows, pack_rows, rows_from_lists
 
 MAX_FLOAT32, MAX_OVER_ALONE, MIN_COSINE = 1e-3, 2.0, 0.99
@@ -48,7 +48,8 @@ def part(place: Place) -> Facts:
     layout = pack_layout(pack.cu_lengths, pack.places, place.device, torch.bfloat16)
     return {
         "tokens": int(pack.num_tokens), "computed_tokens": int(pack.num_computed),
-        "kernel": "tree" if layout.tree is not None else "varlen" if not layout.buckets else "buckets", "float32_max_error": float32,
+        "kernel": "tree" if layout.tree is not None else "buckets" if layout.buckets else "varlen",
+        "float32_max_error": float32,
         "bfloat16_mean_error": error, "bfloat16_mean_error_alone": alone,
         "bfloat16_p99_error": float(np.percentile(np.abs(low - truth)[trained], 99)),
         "float32_gradient_cosine": cosines[0], "bfloat16_gradient_cosine": cosines[1],
