@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+if TYPE_CHECKING:  # its import takes half a second, which only a GPU needs
+    from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 
@@ -33,6 +35,8 @@ class TreeMask:
         return self._masks[window]
 
     def _make(self, window: int | None) -> BlockMask:
+        from torch.nn.attention.flex_attention import BlockMask
+
         ends, depths = self._ends, self._depths
 
         def seen(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -71,6 +75,8 @@ def tree_flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scaling: float | None
 ) -> torch.Tensor:
     """query [1, H, U, D], key and value [1, K, U, D] -> [1, H, U, D]."""
+    from torch.nn.attention.flex_attention import flex_attention
+
     attend: Any = _compiled() if query.device.type == "cuda" else flex_attention
     output: torch.Tensor = attend(
         query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
@@ -80,4 +86,6 @@ def tree_flex(
 
 @cache
 def _compiled() -> Callable[..., torch.Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention, dynamic=True)
