@@ -58,10 +58,12 @@ def check_run(raw: dict[str, Any], origin: str, base: Path | None = None) -> Run
 
     Raises: ConfigError: everything that is wrong with it; secrets first and alone, as no message may show one.
     """
+    from astraflow.config.checks.swarm import without_idle_workers
+
     if problems := list(unfit_to_save(raw)):
         raise ConfigError(origin, problems)
     try:
-        config = RunConfig.model_validate(_rebase(raw, base))
+        config = without_idle_workers(RunConfig.model_validate(_rebase(raw, base)))
     except ValidationError as error:
         raise ConfigError(origin, [_sentence(e) for e in error.errors()]) from None
     problems = [*_check_names(config), *_check_components(config), *stage_problems(config), *consumer_problems(config)]

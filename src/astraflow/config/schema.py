@@ -107,7 +107,9 @@ class NodeSection(Strict):
 
     name: Name = "node"
     concurrency: int = Field(64, ge=1, description="episodes played at once")
-    workers: int = Field(1, ge=0, description="worker processes that run workflow code; 0: swarm clients only")
+    workers: int = Field(
+        1, ge=0, description='worker processes that run workflow code; 0, also by workflow.type = "swarm": clients only'
+    )
     watch: bool = Field(False, description="edits of the workflow's files are taken up while the run goes on")
     worker_memory_bytes: int = Field(
         8 << 30, ge=64 << 20, description="a worker and what it started that use more are killed (Linux)"

@@ -22,7 +22,11 @@ def _raw(workflow="tool_use", **rollout):
     ("raw", "named"),
     [
         (_raw(nodes=[{"workers": 0}]), r"rollout.nodes.0.workers=0 leaves nobody who plays"),
-        (_raw("swarm"), r"rollout.nodes.0.workers=1 must be 0: workflow.type='swarm'"),
+        (_raw("swarm"), r"rollout.nodes.0.workers=0 leaves nobody"),
+        (
+            _raw("swarm", nodes=[{"workers": 1}], swarm={}),
+            r"rollout.nodes.0.workers=1 must be 0: workflow.type='swarm'",
+        ),
         (_raw("swarm", nodes=[{"workers": 0}]), r"rollout.nodes.0.workers=0 leaves nobody"),
         (_raw(nodes=2, swarm={"port": 65535}), r"rollout.swarm.port=65535 must leave a port for each of 2 nodes"),
         (_raw(swarm={"dead_after_s": 0}), r"rollout.swarm.dead_after_s"),
@@ -46,3 +50,9 @@ def test_nodes_on_which_nobody_could_play_are_refused(raw, named):
 )
 def test_workers_clients_or_both_may_play(raw):
     assert check_run(raw, "run file")
+
+
+def test_a_workflow_that_lives_with_clients_has_no_workers_unless_they_are_asked_for():
+    nodes = check_run(_raw("swarm", nodes=2, swarm={}), "run file").rollout.nodes
+    assert [(node.name, node.workers) for node in nodes] == [("node0", 0), ("node1", 0)]
+    assert check_run(_raw(swarm={}), "run file").rollout.nodes[0].workers == 1

@@ -8,6 +8,15 @@ ELSEWHERE = "swarm"  # the type of a workflow that lives with its clients
 _HIGHEST_PORT = 65535
 
 
+def without_idle_workers(config: RunConfig) -> RunConfig:
+    """The same; where the workflow lives with clients, nodes for which nothing else is said have no workers."""
+    nodes = config.rollout.nodes
+    if config.workflow.type != ELSEWHERE or all("workers" in node.model_fields_set for node in nodes):
+        return config
+    alone = [n if "workers" in n.model_fields_set else n.model_copy(update={"workers": 0}) for n in nodes]
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"nodes": alone})})
+
+
 def swarm_problems(config: RunConfig) -> list[str]:
     """Nodes on which nobody could play, one sentence each."""
     problems, swarm = [], config.rollout.swarm
