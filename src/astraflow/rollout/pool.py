@@ -45,6 +45,7 @@ from astraflow.types import Outcome
 log = logging.getLogger("astraflow.node")
 _NEARLY = 0.8  # of the memory that a worker may use: it gets no more episodes
 _LAST_WORDS_S = 0.5
+_APART = 20.0  # looks at all processes of this machine take a twentieth of a core at most, however many there are
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class WorkerPool:
         self._edits = Edits() if watch else None
         self._trial: _Worker | None = None
         self._refused_edit = ""
+        self._usage_due = 0.0
         self.num_restarts = self.num_edits = self.num_refused_edits = 0
 
     async def start(self) -> None:
@@ -349,8 +351,12 @@ class WorkerPool:
 
     async def _check_usage(self) -> None:
         """Memory and number of processes, those that user code started included."""
-        limits, workers = self._limits, {w.process.pid: w for w in self._workers}
-        for pid, usage in (await in_thread(lambda: usage_of(workers), "usage")).items():
+        limits, workers, began = self._limits, {w.process.pid: w for w in self._workers}, time.monotonic()
+        if began < self._usage_due:
+            return
+        found = await in_thread(lambda: usage_of(workers), "usage")
+        self._usage_due = began + _APART * (time.monotonic() - began)
+        for pid, usage in found.items():
             worker = workers[pid]
             if len(usage.pids) > limits.max_processes:
                 worker.kill(f"processes: its worker process and what it started are more than {limits.max_processes}")

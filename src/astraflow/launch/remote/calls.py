@@ -17,12 +17,51 @@ import httptools
 import msgspec
 
 from astraflow.errors import WireError
+from astraflow.rollout.worker.channel import Answer, Ask, Channel
+from astraflow.swarm import Play
+from astraflow.types import EpisodeLease
+from astraflow.wire.swarm.messages import PlayLease
 
 _PATH = "/v1/chat/completions"
 _PIECE = 1 << 16
 _CONNECT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_MARGIN_S = 1.0  # at most a tenth of an episode's time
 _QUIET_S = 30  # of a connection, until the kernel asks whether it still stands: a router may have forgotten it
+
+
+class Forwarded:
+    """What a pool sees of an episode whose calls go to a door (`rollout.players.Player` without its ends)."""
+
+    def __init__(self, calls: Calls, lease: PlayLease | Play) -> None:
+        """Of the time of the lease, something is kept for handing the episode in."""
+        self.key, self._calls = lease.api_key, calls
+        self.lease = EpisodeLease(
+            episode_id=lease.episode_id, group_id=lease.episode_id.rpartition("/")[0], attempt=lease.attempt,
+            task=lease.task, purpose=lease.purpose, timeout_s=lease.timeout_s, min_versions={}, sampling={},
+        )  # fmt: skip
+        self.timeout_s = lease.timeout_s - min(_MARGIN_S, 0.1 * lease.timeout_s)
+        self.until = asyncio.get_running_loop().time() + self.timeout_s
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    def asked(self, ask: Ask, channel: Channel) -> None:
+        self._running[ask.call] = asyncio.get_running_loop().create_task(self._serve(ask, channel))
+
+    def dropped(self, call: int) -> None:
+        if (task := self._running.get(call)) is not None:
+            task.cancel()
+
+    def hang_up(self) -> None:
+        """The episode is over."""
+        for task in list(self._running.values()):
+            task.cancel()
+
+    async def _serve(self, ask: Ask, channel: Channel) -> None:
+        try:
+            status, body = await self._calls.ask(self.key, ask.body, self.until)
+        finally:
+            del self._running[ask.call]
+        channel.send(Answer(ask.call, status, body))
 
 
 class _Reply:

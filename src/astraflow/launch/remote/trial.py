@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from astraflow.launch.remote.calls import Calls
+from astraflow.launch.remote.calls import Calls, Forwarded
 from astraflow.rollout.loop import in_thread, run_loop
 from astraflow.rollout.pool import PoolLimits, WorkerPool
-from astraflow.rollout.worker.channel import Answer, Ask, Channel, Hello
-from astraflow.types import EpisodeLease, Outcome, Task
+from astraflow.rollout.worker.channel import Hello
+from astraflow.types import Outcome, Task
 from astraflow.wire.client import HttpClient
 from astraflow.wire.swarm.messages import PlayLease
 from astraflow.wire.swarm.trials import Trial, TrialBranch, TrialEnd, TrialRequest
@@ -65,7 +64,8 @@ async def _in_worker(trial: TrialPlay, lease: PlayLease) -> _Ending:
     url = f"{trial.url.rstrip('/')}/v1"
     hello = Hello(trial.workflow, dict(trial.options), lease.policies, url, trial.limits.pulse_s)
     pool = WorkerPool(1, hello, lambda: None, trial.limits)
-    one = _One(lease, Calls(trial.url))
+    calls = Calls(trial.url)
+    one = _One(calls, lease)
     try:
         await pool.start()
         pool.place(one)
@@ -77,30 +77,17 @@ async def _in_worker(trial: TrialPlay, lease: PlayLease) -> _Ending:
             watch.result()
         return one.ending.result()
     finally:
-        one.close()
+        one.hang_up()
+        calls.close()
         await pool.close()
 
 
-class _One:
+class _One(Forwarded):
     """The trial as the pool sees it."""
 
-    def __init__(self, lease: PlayLease, calls: Calls) -> None:
-        self.key, self.timeout_s = lease.api_key, 0.9 * lease.timeout_s
-        self.lease = EpisodeLease(
-            episode_id=lease.episode_id, group_id=lease.episode_id, attempt=lease.attempt, task=lease.task,
-            purpose=lease.purpose, timeout_s=lease.timeout_s, min_versions={}, sampling={},
-        )  # fmt: skip
+    def __init__(self, calls: Calls, lease: PlayLease) -> None:
+        super().__init__(calls, lease)
         self.ending: asyncio.Future[_Ending] = asyncio.get_running_loop().create_future()
-        self._calls = calls
-        self._until = time.monotonic() + self.timeout_s
-        self._running: dict[int, asyncio.Task[None]] = {}
-
-    def asked(self, ask: Ask, channel: Channel) -> None:
-        self._running[ask.call] = asyncio.get_running_loop().create_task(self._serve(ask, channel))
-
-    def dropped(self, call: int) -> None:
-        if (task := self._running.get(call)) is not None:
-            task.cancel()
 
     def ended(self, outcome: Outcome | None, error: str | None, code: str = "") -> str | None:
         if not self.ending.done():
@@ -109,16 +96,6 @@ class _One:
 
     def given_back(self, *, lost: bool) -> None:
         self.ended(None, "worker_killed: it was given back")
-
-    def close(self) -> None:
-        for task in self._running.values():
-            task.cancel()
-        self._calls.close()
-
-    async def _serve(self, ask: Ask, channel: Channel) -> None:
-        until = asyncio.get_running_loop().time() + self._until - time.monotonic()
-        status, body = await self._calls.ask(self.key, ask.body, until)
-        channel.send(Answer(ask.call, status, body))
 
 
 def lines_of(trial: Trial, *, ids: bool = False) -> Iterator[str]:

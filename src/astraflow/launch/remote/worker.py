@@ -14,28 +14,26 @@ import contextlib
 import logging
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from astraflow.errors import AstraFlowError, WireError
-from astraflow.launch.remote.calls import Calls
+from astraflow.launch.remote.calls import Calls, Forwarded
 from astraflow.observe.logs import setup_logging
 from astraflow.observe.process import settle_memory
 from astraflow.rollout.loop import Guarded, in_thread, run_loop
 from astraflow.rollout.pool import PoolLimits, WorkerPool
-from astraflow.rollout.worker.channel import Answer, Ask, Channel, Hello
+from astraflow.rollout.worker.channel import Hello
 from astraflow.swarm import Lost, Play, RunOver, Swarm
-from astraflow.types import EpisodeLease, Outcome, error_kind
+from astraflow.types import Outcome, error_kind
 from astraflow.wire.client import HttpClient
 from astraflow.wire.patience import FIRST_ANSWER_S, GONE_S, ask_patiently
 from astraflow.wire.swarm.messages import SwarmStatus
 
 log = logging.getLogger("astraflow.worker")
 _POLL_S = 20.0
-_MARGIN_S = 1.0  # of an episode's time is kept for handing it in (at most a tenth of it)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,27 +90,12 @@ async def policies_of(url: str, token: str | None) -> list[str]:
     return status.policies
 
 
-class _Playing:
-    """One episode as the pool sees it."""
+class _Playing(Forwarded):
+    """One episode."""
 
-    def __init__(self, owner: _Remote, play: Play) -> None:
-        self._owner, self.play = owner, play
-        self.key = play.api_key
-        self.lease = EpisodeLease(
-            episode_id=play.episode_id, group_id=play.episode_id.rpartition("/")[0], attempt=play.attempt,
-            task=play.task, purpose=play.purpose, timeout_s=play.timeout_s, min_versions={}, sampling={},
-        )  # fmt: skip
-        self.timeout_s = play.timeout_s - min(_MARGIN_S, 0.1 * play.timeout_s)
-        self.deadline = time.monotonic() + self.timeout_s
-        self.slot = -1
-        self.calls: dict[int, asyncio.Task[None]] = {}
-
-    def asked(self, ask: Ask, channel: Channel) -> None:
-        self.calls[ask.call] = asyncio.get_running_loop().create_task(self._owner.serve(self, ask, channel))
-
-    def dropped(self, call: int) -> None:
-        if (task := self.calls.get(call)) is not None:
-            task.cancel()
+    def __init__(self, owner: _Remote, calls: Calls, play: Play) -> None:
+        super().__init__(calls, play)
+        self._owner, self.play, self.slot = owner, play, -1
 
     def ended(self, outcome: Outcome | None, error: str | None, code: str = "") -> str | None:
         self._owner.end(self, outcome, error, code)
@@ -193,7 +176,7 @@ class _Remote:
                 log.info("the run is over")
                 self._leaving.set()
                 return
-            new = [_Playing(self, play) for play in plays]
+            new = [_Playing(self, self._calls, play) for play in plays]
             self._plays.update(new)
             self._waiting += new
             self._start_waiting()
@@ -212,31 +195,21 @@ class _Remote:
         while True:
             await asyncio.sleep(self._options.limits.pulse_s)
             self._swarm.code = pool.code
-            now = time.monotonic()
+            now = asyncio.get_running_loop().time()
             for playing in [p for p in self._plays if p.play.cancelled]:
                 if playing.slot >= 0:
                     pool.stop(playing.slot)
                 else:
                     self._waiting.remove(playing)
                     self.end(playing, None, None, "")
-            for playing in [p for p in self._waiting if now > p.deadline]:
+            for playing in [p for p in self._waiting if now > p.until]:
                 self._waiting.remove(playing)
                 self.end(playing, None, f"worker_killed: no worker process in {playing.timeout_s:.3g} s", pool.code)
-
-    async def serve(self, playing: _Playing, ask: Ask, channel: Channel) -> None:
-        """One call of a workflow: the same JSON to the door, its answer back."""
-        until = asyncio.get_running_loop().time() + playing.deadline - time.monotonic()
-        try:
-            status, body = await self._calls.ask(playing.key, ask.body, until)
-        finally:
-            playing.calls.pop(ask.call, None)
-        channel.send(Answer(ask.call, status, body))
 
     def end(self, playing: _Playing, outcome: Outcome | None, error: str | None, code: str) -> None:
         """The episode is over here: hand it in, unless the run does not want it any more. Once per play."""
         self._plays.discard(playing)
-        for task in list(playing.calls.values()):
-            task.cancel()
+        playing.hang_up()
         self._changed.set()
         if playing.play.cancelled or (outcome is None and error is None):
             self._endings["cancelled"] += 1

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TextIO
+from typing import Any, TextIO
 
 from astraflow.errors import EpisodeError
 
@@ -62,6 +62,9 @@ class _Counted(io.TextIOBase):
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.buffer = stream.buffer  # for those who write bytes; the node bounds these
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
