@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from astraflow.config import rooms
-from astraflow.rollout.gateway.calls.stops import begun
 from astraflow.rollout.gateway.dialect import FunctionCall, ToolCall
+from astraflow.rollout.gateway.reading.stops import begun
 from astraflow.types import Message
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from astraflow.rollout.gateway.calls.decoding import TextStream
-from astraflow.rollout.gateway.calls.live import LiveReply, LogprobRow, Words
 from astraflow.rollout.gateway.calls.run import Run, Sample
-from astraflow.rollout.gateway.calls.stops import StopScanner
 from astraflow.rollout.gateway.contexts import Reply, agent_of
 from astraflow.rollout.gateway.dialect import (
     AssistantMessage,
@@ -19,6 +16,9 @@ from astraflow.rollout.gateway.dialect import (
 )
 from astraflow.rollout.gateway.endpoint import Chat
 from astraflow.rollout.gateway.messages import assistant_key
+from astraflow.rollout.gateway.reading.decoding import TextStream
+from astraflow.rollout.gateway.reading.live import LiveReply, LogprobRow, Words
+from astraflow.rollout.gateway.reading.stops import StopScanner
 from astraflow.rollout.gateway.tools import Opening, PlainReader, ReplyReader
 from astraflow.types import Call, Generation
 

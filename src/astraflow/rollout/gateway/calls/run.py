@@ -18,8 +18,8 @@ from astraflow.rollout.gateway.dialect import ChatCompletion, ChatRequest
 from astraflow.types import Generation, Sampling
 
 if TYPE_CHECKING:
-    from astraflow.rollout.gateway.calls.live import LiveReply
     from astraflow.rollout.gateway.episode import PolicyCapture
+    from astraflow.rollout.gateway.reading.live import LiveReply
 
 
 class Sample(msgspec.Struct, eq=False):

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from astraflow.rollout.gateway.calls.decoding import TextStream
 from astraflow.rollout.gateway.calls.events import Event, Reasoning, Text, ToolDelta
-from astraflow.rollout.gateway.calls.stops import StopScanner
 from astraflow.rollout.gateway.dialect import TokenLogprob, ToolCall
+from astraflow.rollout.gateway.reading.decoding import TextStream
+from astraflow.rollout.gateway.reading.stops import StopScanner
 from astraflow.rollout.gateway.tools import Piece, ReplyReader, Thought
 from astraflow.types import FinishReason, Generation
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from astraflow.rollout.gateway.calls.decoding import TextStream
+from astraflow.rollout.gateway.reading.decoding import TextStream
 
 CORPUS = [
     "the quick brown fox, jumps over the lazy dog.", "naïve café €5 東京 𝄞 👩‍👩‍👧", "x = y + 1\n\n  if (a): b", "don't",
