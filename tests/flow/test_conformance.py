@@ -69,6 +69,7 @@ BROKEN: dict[Role, dict[str, tuple[str, str]]] = {
         "changes_versions": ("killed", "publish.immutable"),
         "asks_ahead": ("run", "batch.version"),
         "busy": ("run", "batch.wait"),
+        "forgets_a_share": ("run", "batch.share"),
         "skips_a_lost_batch": ("lost", "batch.repeat"),
         "acks_another": ("run", "ack.batch"),
         "acks_twice": ("run", "ack.once"),

@@ -82,8 +82,9 @@ class Trainer:
     def batch(self) -> BatchHeader | None:
         ahead = 1 if self.fault == "asks_ahead" and self.version else 0
         body = m.BatchRequest(
-            trainer_id=self.id, version=self.version + ahead, wait_s=0.0 if self.fault == "busy" else 0.5
-        )
+            trainer_id=self.id, version=self.version + ahead, wait_s=0.0 if self.fault == "busy" else 0.5,
+            ranks=2 if self.fault == "forgets_a_share" else 1,
+        )  # fmt: skip
         path = f"/policies/{POLICY}/batches"
         repeat = self.fault != "skips_a_lost_batch"
         got = self.patiently(lambda: self.http.get_bytes("POST", path, body, wait_s=1.0), repeat)

@@ -41,6 +41,7 @@ TRAINER = {
     "publish.immutable": "A version that was visible never changes, also when its step is trained again.",
     "batch.version": "A trainer asks for the batch after the version that it acknowledged (or resumed at) last.",
     "batch.wait": "A trainer that is answered 204 asks again, by long polls: wait_s, not a busy loop.",
+    "batch.share": "Data-parallel ranks name one number of ranks and take all shares before the batch is acknowledged.",
     "batch.repeat": "A batch whose answer was lost is asked for again with the same version.",
     "ack.batch": "A trainer acknowledges the batch that it took, with version = its step.",
     "ack.once": "An acknowledgement that was answered is not sent again.",

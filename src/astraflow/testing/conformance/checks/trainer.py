@@ -70,6 +70,7 @@ class TrainerCheck:
         self._version = -1  # acknowledged or resumed at, and it knows
         self._latest, self._covered = 0, 0  # as the service knows
         self._taken: dict[str, Any] | None = None  # header of the batch that it holds
+        self._shares: list[tuple[int, int]] = []  # rank and number of ranks of each part of it that arrived
         self._lost: Exchange | None = None  # the answer to this one never arrived
         self._contents: dict[int, bytes] = {}
         self._over = self._replaced = False
@@ -92,7 +93,7 @@ class TrainerCheck:
     def _asked(self, x: Exchange) -> None:
         if x.status == 401:
             return
-        repeated = self._lost is not None and x.name == self._lost.name
+        repeated = self._lost is not None and x.name == self._lost.name and _share(x) == _share(self._lost)
         if self._lost is not None and repeated:
             self._again(x, self._lost)
             self._lost = None
@@ -147,6 +148,10 @@ class TrainerCheck:
             wanted = (held["batch_id"], held["step"]) if held is not None else ("none", -1)
             got = (batch_id, version)
             self._hold("ack.batch", got == wanted, f"it acknowledges {got}; it holds {wanted}")
+            if held is not None:
+                all_of_them = [(rank, self._shares[0][1]) for rank in range(self._shares[0][1])]
+                whole = sorted(set(self._shares)) == all_of_them
+                self._hold("batch.share", whole, f"it acknowledges {batch_id} and took (rank, ranks) {self._shares}")
             if held is not None and held.get("replay"):
                 self._hold("replay", got == wanted, f"it acknowledges {got}; {wanted} was served again")
         if version > _UNDER_WAY:
@@ -184,18 +189,24 @@ class TrainerCheck:
             case "resume" if x.status == 200:
                 self._id = x.body["trainer_id"]
                 self._ids.add(self._id)
-                self._version, self._taken = version, None
+                self._version, self._taken, self._shares = version, None, []
                 self._over = self._replaced = False
             case "batch" if x.status == 204:
                 self._empty.append(x.answered)
             case "batch" if x.done:
                 self._taken = x.reply
+                self._shares.append(_share(x))
             case "ack":
                 self._hold("ack.batch", x.status != 404, f"answered 404: {x.reply.get('error')}")
                 if x.status == 200:
                     self._latest = max(self._latest, version)
                 if x.done:
-                    self._version, self._taken = version, None
+                    self._version, self._taken, self._shares = version, None, []
             case "checkpoint" if x.status == 200:
                 self._covered = max(self._covered, version)
                 self._hold("checkpoint", True, "")
+
+
+def _share(x: Exchange) -> tuple[int, int]:
+    """Which part of a batch is asked for, of how many."""
+    return x.body.get("rank", 0), x.body.get("ranks", 1)
