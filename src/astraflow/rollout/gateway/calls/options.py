@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from operator import attrgetter
 from typing import Any
 
 from astraflow.errors import GatewayError
@@ -29,14 +28,10 @@ _UNSERVED = {
 """What an agent may send in vain, and what it is to do instead."""
 
 
-_OPTIONS = tuple(name for name in ChatRequest.__struct_fields__ if name not in ("model", "messages", "tools", "stream"))
-_values = attrgetter(*_OPTIONS)
-_NONE = (None,) * len(_OPTIONS)
-
-
 def has_options(request: ChatRequest) -> bool:
     """False: model, messages and tools are all that it says, as with most requests."""
-    return bool(_values(request) != _NONE)
+    bare = ChatRequest(model=request.model, messages=request.messages, tools=request.tools, stream=request.stream)
+    return request != bare
 
 
 def check_options(request: ChatRequest) -> None:
