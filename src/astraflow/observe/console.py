@@ -43,6 +43,7 @@ class RunDisplay:
         self._watch = Watch(limits or {})
         self._newest: dict[str, Row] = {}  # by policy
         self._evaluation: Row | None = None
+        self._errors: set[str] = set()  # kinds that were said
         self._live: Live | None = None
         self.status: dict[str, Any] = {}  # the last that came; what the report is written from
 
@@ -64,6 +65,10 @@ class RunDisplay:
         """The newest reply of /status; new rows of metrics.jsonl are read here, too."""
         self.status = status
         self._take_rows()
+        for kind, first in status.get("episodes", {}).get("first_errors", {}).items():
+            if kind not in self._errors:
+                self._errors.add(kind)
+                self._say(f"an episode failed (the first of its kind), {kind}: {first}")
         self._refresh()
         if self._live is None and time.monotonic() - self._spoke > QUIET_S and not status.get("finished"):
             self._say(waiting_line(status, time.monotonic() - self._started))
@@ -155,8 +160,9 @@ def waiting_line(status: Mapping[str, Any], elapsed_s: float) -> str:
     for name, consumer in dict(status.get("consumers", {})).items():
         if consumer["holds"]:
             waits.append(f"consumer {name} is behind and holds new tasks")
-    nodes = status.get("nodes", [])
-    return f"[{_clock(elapsed_s)}] " + ("; ".join(waits) or "the run starts") + f"; {len(nodes)} nodes"
+    failed = sum(status.get("episodes", {}).get("errors", {}).values())
+    tail = f"; {len(status.get('nodes', []))} nodes" + (f"; {failed} episodes failed so far" if failed else "")
+    return f"[{_clock(elapsed_s)}] " + ("; ".join(waits) or "the run starts") + tail
 
 
 def _step_facts(row: Row, status: Mapping[str, Any]) -> list[str]:

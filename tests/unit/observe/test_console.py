@@ -67,6 +67,19 @@ def test_a_long_wait_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     assert "the run starts" in second
 
 
+def test_the_first_failed_episode_of_each_kind_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, out = plain()
+    failed = {"errors": {"workflow": 2}, "first_errors": {"workflow": "KeyError: 'question'"}}
+    with RunDisplay("demo", 60, None, console) as display:
+        display.update({**STATUS, "episodes": failed})
+        display.update({**STATUS, "episodes": {**failed, "errors": {"workflow": 9}}})
+        monkeypatch.setattr(module, "QUIET_S", -1.0)
+        display.update({**STATUS, "episodes": {**failed, "errors": {"workflow": 10, "timeout": 1}}})
+    first, waits = out.getvalue().splitlines()
+    assert first == "an episode failed (the first of its kind), workflow: KeyError: 'question'"
+    assert waits.endswith("1 nodes; 11 episodes failed so far")
+
+
 def test_a_terminal_gets_a_live_panel(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=150)
