@@ -67,6 +67,8 @@ async def play(task, llm):
             time.sleep(1000)
             os._exit(0)
         return float(pid)
+    if kind == "fork_goes_on":
+        return 1.0 if os.fork() else 2.0
     if kind == "fork_then_crash":
         if os.fork() == 0:
             time.sleep(1000)
@@ -170,6 +172,15 @@ async def test_children_that_stay_end_with_their_worker(workflow, kind):
         assert after[1].error is None, "a child that was forked does not speak for the worker"
     await asyncio.to_thread(lambda: psutil.wait_procs([child], timeout=10))
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_fork_that_goes_on_as_if_it_were_the_worker_says_nothing_to_the_node(workflow):
+    async with bench(workflow()) as made:
+        played = await made.play(*(lease("fork_goes_on", n) for n in range(3)), lease("fine", 3))
+        assert [e.trajectories[0].reward for e in played] == [1.0] * 4
+        after = await made.play(*(lease("fine", n) for n in range(4, 8)), count=8)
+        assert [e.error for e in after] == [None] * 8
+        assert made.pool.num_restarts == 0
 
 
 async def test_threads_pay_for_their_output_and_may_exit(workflow):
