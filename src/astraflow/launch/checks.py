@@ -26,8 +26,7 @@ from astraflow.dataflow.operators.chain import chain_of
 from astraflow.dataflow.operators.source.chain import source_chain_of
 from astraflow.errors import AstraFlowError, ConfigError, ModelError, Problem, SourceError
 from astraflow.models.lora.targets import BUILT_IN_LAYERS, matching, stored_layers
-from astraflow.models.parts import check_parts
-from astraflow.models.stored import in_part, stored_shapes
+from astraflow.models.stored import check_parts, in_part, stored_shapes
 from astraflow.observe.trackers import TRACKERS
 from astraflow.stages.context import StageRun, build_stage
 from astraflow.types import SourceView, Task

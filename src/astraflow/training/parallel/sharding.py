@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from astraflow.models.load import state_tensors
-from astraflow.models.parts import check_parts
 from astraflow.models.scoring.forward import PackedPolicy, Scores
 from astraflow.models.scoring.packing import Pack
 from astraflow.models.scoring.team import ALONE
+from astraflow.models.stored import check_parts
 from astraflow.training.parallel.loading import Stored, fill
 from astraflow.training.parallel.ranks import Ranks
 from astraflow.training.parallel.team import TeamOfRanks

@@ -11,7 +11,7 @@ import ranked_steps
 from astraflow.errors import ModelError, TrainingError
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import load_model, state_tensors
-from astraflow.models.parts import check_parts
+from astraflow.models.stored import check_parts
 from astraflow.testing.engines.effective import write_model
 from astraflow.training.parallel.ranks import Ranks
 from astraflow.weights.store import FileStore
