@@ -15,8 +15,8 @@ from starlette.routing import Route
 
 from astraflow.config.schema import RunConfig
 from astraflow.errors import EpisodeError, WireError
-from astraflow.rollout.gateway.calls.decoding import Decoder
 from astraflow.rollout.gateway.core import Gateway
+from astraflow.rollout.gateway.endpoint import Chat
 from astraflow.rollout.loop import in_thread
 from astraflow.rollout.runner import build_episode
 from astraflow.rollout.swarm.door import base_url_of
@@ -36,11 +36,11 @@ class TrialOptions:
     source: str  # where rows come from if none is named
     timeout_s: float
     sampling: Mapping[str, Sampling]  # policy -> as in training
-    chats: Mapping[str, Decoder]  # policy -> what turns its tokens into text
+    chats: Mapping[str, Chat]  # policy -> what turns its tokens into text
     row: Callable[[str, int], Task]  # asks the dataflow service; blocks
 
 
-def trial_options(config: RunConfig, chats: Mapping[str, Decoder], row: Callable[[str, int], Task]) -> TrialOptions:
+def trial_options(config: RunConfig, chats: Mapping[str, Chat], row: Callable[[str, int], Task]) -> TrialOptions:
     """As the run file says."""
     sampling = {
         name: Sampling(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_tokens=s.max_tokens)
