@@ -141,6 +141,13 @@ def test_frozen_parts_that_are_none_are_found_before_the_run_starts(own_model: P
     assert problem.startswith("policies.actor.trainer.frozen=layers.2 is no part of this model")
 
 
+def test_models_that_cannot_be_divided_are_found_before_the_run_starts(own_model: Path) -> None:
+    for parts, problems in ((2, 0), (3, 1)):
+        trainer = {"ranks": parts, "tensor_parallel": parts}
+        found = model_problems(config(policies={"actor": {"model": str(own_model), "trainer": trainer}}))
+        assert len(found) == problems and all("policies.actor.trainer.tensor_parallel" in each for each in found), found
+
+
 def test_layers_of_the_built_in_models_are_those_of_the_loaded_one(own_model: Path) -> None:
     import torch
 
