@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from astraflow.config.schema import LoraSection
@@ -17,6 +16,7 @@ from astraflow.models.lora.layers import add_lora
 from astraflow.models.scoring.forward import packed_logprobs, prepare_model
 from astraflow.models.scoring.packing import pack_rows, rows_from_lists
 from astraflow.models.scoring.recompute import recompute_activations
+from kept import kept_bytes
 
 SHAPE = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -38,21 +38,10 @@ def pack():
 
 
 def gradient_and_kept(model):
-    """Of the sum of logprobs; bytes of the distinct tensors that the forward pass keeps, weights left out."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def note(tensor):
-        place = tensor.untyped_storage().data_ptr()
-        if place not in weights:
-            kept[place] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with saved_tensors_hooks(note, lambda tensor: tensor):
-        total = packed_logprobs(model, pack(), 1.0).logprobs.sum()
+    """Of the sum of logprobs; bytes of what the forward pass keeps."""
+    total, kept = kept_bytes(lambda: packed_logprobs(model, pack(), 1.0).logprobs.sum())
     total.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-    return gradients, sum(kept.values())
+    return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}, kept
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -18,6 +18,7 @@ from astraflow.errors import ModelError
 from astraflow.models.linear import ROWS, prefers_onednn, product, weight_gradient
 from astraflow.models.scoring.attention import IMPLEMENTATION
 from astraflow.models.scoring.layout import pack_layout
+from astraflow.models.scoring.lean import make_lean
 from astraflow.models.scoring.packing import Pack
 from astraflow.models.scoring.team import ALONE, Team
 
@@ -36,7 +37,7 @@ class Scores(NamedTuple):
 
 
 def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch `model` to packed attention, dropout off.
+    """Switch `model` to packed attention, dropout off, and to layers that keep less for a backward pass.
 
     Raises: ModelError: its logits are scaled or capped after the projection.
     """
@@ -45,6 +46,7 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
         if config.get(name) not in (None, 1, 1.0):
             raise ModelError(f"model.config.{name}", config[name], "is not supported in training", "use another model")
     model.set_attn_implementation(IMPLEMENTATION)
+    make_lean(model)
     model.eval()  # type: ignore[no-untyped-call]
     return model
 

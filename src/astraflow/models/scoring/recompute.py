@@ -26,7 +26,8 @@ def recompute_activations(model: PreTrainedModel) -> PreTrainedModel:
             "trainer.gradient_checkpointing", True, f"finds no such layers in {type(model).__name__}", "set it to false"
         )
     for layer in layers:
-        layer.forward = partial(_forward, layer.forward)  # the module's hooks (FSDP2's too) stay outside
+        # Instead of what `make_lean` put there: all is computed again. A layer's own hooks (FSDP2's too) stay outside.
+        layer.forward = partial(_forward, partial(type(layer).forward, layer))
     return model
 
 
