@@ -18,9 +18,9 @@ from astraflow.rollout.loop import Guarded, in_thread
 from astraflow.rollout.policies import Weights
 from astraflow.rollout.worker.channel import Answer, Cancel, Done, Drop, Hello, Start
 from astraflow.rollout.worker.client import LLM, CallError
-from astraflow.wire.swarm.outcome import outcome_of
 from astraflow.rollout.worker.player import Worker
 from astraflow.types import Outcome, Task, WeightVersion
+from astraflow.wire.swarm.outcome import outcome_of
 
 
 @given(st.none() | st.floats(-9, 9) | st.integers(-9, 9) | st.booleans())

@@ -161,7 +161,8 @@ class VoidCommand(msgspec.Struct, frozen=True, tag=True):
 
 Command = (
     JoinNode | DrainNode | LeaseEpisodes | ReturnEpisodes | CommitEpisodes | ResumePolicy | TakeBatch | AckBatch
-    | CoverBatches | LeaseRows | AddColumns | LeaveStage | AckRows | Expire | DropDamaged | Reopen | FailRun | VoidCommand
+    | CoverBatches | LeaseRows | AddColumns | LeaveStage | AckRows | Expire | DropDamaged | Reopen | FailRun
+    | VoidCommand
 )  # fmt: skip
 
 
