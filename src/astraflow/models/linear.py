@@ -5,7 +5,8 @@ GFLOP/s on one core, docs/performance.md). bfloat16 products go through oneDNN i
 the CPU alone, so a run resumed on the same machine computes the same bits.
 
 oneDNN compiles a kernel for each shape it meets. Rows are therefore padded to a multiple of `ROWS`, so that the few
-hundred shapes of a run stay in its cache; callers that can should bring such a number of rows and save the copy.
+hundred shapes of a run stay in its cache; callers that can should bring such a number of rows and save the copy. The
+few rows of a decode step are padded to a multiple of `_STEP` only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import nn
 from torch.nn.functional import linear, pad
 
 ROWS = 64
-_FEW_ROWS = 128  # below this a call costs more than the kernel saves
+_FEW_ROWS, _STEP = 128, 8
+_SMALL = 1 << 21  # products of two numbers below which a call costs more than the kernel saves
 _CHUNK = 512  # rows of one partial weight gradient: their transposes stay in the cache
 
 
@@ -41,9 +43,9 @@ def prefers_onednn() -> bool:
 def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`rows @ weight.T`, without gradient. rows [N, K], weight [M, K]; fast when both are float32 on the CPU."""
     count = rows.shape[0]
-    if count < _FEW_ROWS or not _is_fast(rows, weight):
+    if not _pays(count, weight) or not _is_fast(rows, weight):
         return linear(rows, weight)
-    extra = -count % ROWS
+    extra = 0 if count <= _STEP else -count % (_STEP if count < _FEW_ROWS else ROWS)
     whole = pad(rows, (0, 0, 0, extra)) if extra else rows
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(whole, weight, None, "none", [], "")
     return result[:count] if extra else result
@@ -66,7 +68,7 @@ class FastLinear(nn.Linear):
         if (
             torch.is_autocast_enabled("cpu")
             or not _is_fast(input, weight)
-            or input.numel() < _FEW_ROWS * weight.shape[1]
+            or not _pays(input.numel() // weight.shape[1], weight)
         ):
             return linear(input, weight, self.bias)
         rows = input.reshape(-1, weight.shape[1])
@@ -106,6 +108,10 @@ def weight_gradient(upstream: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
+
+
+def _pays(count: int, weight: torch.Tensor) -> bool:
+    return count * weight.numel() >= _SMALL
 
 
 def _is_fast(rows: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -20,14 +20,16 @@ def fast(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("rows", [1, 127, 128, 129, 191, 192, 700])
-def test_products_and_gradients_equal_the_plain_ones_for_any_number_of_rows(fast, rows):
+@pytest.mark.parametrize("small", [0, 1 << 13, 1 << 21])
+@pytest.mark.parametrize("rows", [1, 8, 9, 31, 127, 128, 129, 191, 192, 700])
+def test_products_and_gradients_equal_the_plain_ones_for_any_number_of_rows(fast, rows, small, monkeypatch):
     torch.manual_seed(rows)
     plain = nn.Linear(24, 40, bias=True).double()
     quick = nn.Linear(24, 40, bias=True)
     quick.load_state_dict({k: v.float() for k, v in plain.state_dict().items()})
     speed_up_linears(quick)
     assert (type(quick) is FastLinear) is fast
+    monkeypatch.setattr(linear, "_SMALL", small)
     x = torch.randn(rows, 24)
     a, b = x.double().requires_grad_(), x.clone().requires_grad_()
     upstream = torch.randn(rows, 40)
