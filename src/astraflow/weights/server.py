@@ -16,13 +16,9 @@ import sys
 import time
 from pathlib import Path
 
-import uvloop
-
 from astraflow.config.env import child_environment, token_from_env
 from astraflow.errors import AstraFlowError, LaunchError
 from astraflow.observe.logs import setup_logging
-from astraflow.weights.app import create_weights_app
-from astraflow.wire.app import bind, check_bind, serve
 
 _START_S = 30.0
 _STOP_S = 5.0
@@ -125,6 +121,10 @@ def _read_line(fd: int, deadline: float) -> str:
 
 
 async def _serve(arguments: argparse.Namespace, token: str | None) -> None:
+    # Here, as a trainer that starts this process has no other use for a web server (7 MB).
+    from astraflow.weights.app import create_weights_app
+    from astraflow.wire.app import check_bind, serve
+
     stop = asyncio.Event()
     check_bind(arguments.host, token, "weights.host")
     sock = await _bind(arguments.host, arguments.port)
@@ -138,6 +138,8 @@ async def _serve(arguments: argparse.Namespace, token: str | None) -> None:
 
 async def _bind(host: str, port: int) -> socket.socket:
     """A fixed port may still be held, for a moment, by the server of a trainer that was just killed."""
+    from astraflow.wire.app import bind
+
     deadline = time.monotonic() + _PORT_WAIT_S
     while True:
         try:
@@ -170,6 +172,8 @@ def _report(arguments: argparse.Namespace, text: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM, SIGINT, or the end of the parent. The token comes from ASTRAFLOW_TOKEN only."""
+    import uvloop
+
     parser = argparse.ArgumentParser(prog="python -m astraflow.weights.server", description=main.__doc__)
     parser.add_argument("--root", type=Path, required=True, help="directory that holds <policy>/<version>/")
     parser.add_argument("--host", default="127.0.0.1")
