@@ -217,6 +217,26 @@ class Environment(Protocol):
         """The outcome of the finished conversation."""
 
 
+class Game(Protocol):
+    """A game for two sides, 0 and 1; one instance per episode."""
+
+    def start(self, task: Task) -> None:
+        """Set it up as the task says."""
+
+    @property
+    def turn(self) -> int | None:
+        """The side that moves next; None: the game is over."""
+
+    def view(self, side: int) -> str:
+        """What the side is told before its move."""
+
+    def move(self, side: int, text: str) -> None:
+        """The side says its move; one against the rules does not raise, it loses or is as the rules say."""
+
+    def score(self, side: int) -> float:
+        """Reward of the side, when the game is over or was cut."""
+
+
 class RewardFunction(Protocol):
     """Grade one completion; None is "unscored", never 0."""
 

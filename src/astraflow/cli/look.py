@@ -52,7 +52,7 @@ def _of_directory(path: Path) -> dict[str, Any]:
     written = summary_of(directory)
     if not written["steps"]:
         raise LaunchError("run directory", str(path), "is not running and made no step", "go on with it by --resume")
-    steps = [written["versions"].get(policy, 0) for policy in config.policies]
+    steps = [written["versions"].get(policy, 0) + config.policies[policy].frozen_steps for policy in config.trained]
     over = min(steps) >= config.run.steps
     state = "finished" if over else f"ended at step {min(steps)} of {config.run.steps}; go on with it by --resume"
     return {"run": config.run.name, "state": state, "report": f"astraflow report {path} writes it", **written}

@@ -166,6 +166,8 @@ def open_model(model: str, recipe: str, policy: str, overrides: list[str]) -> tu
     models = {p: section.model for p, section in config.policies.items()}
     newest = {p: run.newest_checkpoint(p) for p in models} if run is not None else {}
     models |= {p: str(found) for p, found in newest.items() if found is not None}
+    copies = {p: section.copy_of.policy for p, section in config.policies.items() if section.copy_of is not None}
+    models |= {p: models[of] for p, of in copies.items()}
     if run is None or path.resolve() != run.path.resolve():
         models[name] = model
     elif newest[name] is None:

@@ -128,7 +128,7 @@ def _say_results(config: RunConfig, directory: RunDirectory) -> None:
     from astraflow.observe.jsonl import read_jsonl
 
     typer.echo("\n" + terminal_curve(read_jsonl(directory.metrics)))
-    for name in config.policies:
+    for name in config.trained:
         newest = directory.newest_checkpoint(name)
         typer.echo(f"checkpoint of {name}: {newest or 'none yet'}")
     typer.echo(f"report: {directory.report / 'summary.md'}")

@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from astraflow.config.checks.policies import policy_problems
 from astraflow.config.rooms import check_options, find, resolve
 from astraflow.config.schema import Component, RunConfig
 from astraflow.config.secrets import unfit_to_save
@@ -205,13 +206,12 @@ def _check_names(config: RunConfig) -> list[str]:
             hint = f"did you mean '{near[0]}'?" if near else f"known sources: {known}"
             problems.append(f"{where}={source!r} names no source; {hint}")
     problems += _check_mix(config)
-    if config.weights.port and len(config.policies) > 1:
+    if config.weights.port and len(config.trained) > 1:
         problems.append(
-            f"weights.port={config.weights.port} must be 0 with {len(config.policies)} policies; "
+            f"weights.port={config.weights.port} must be 0 with {len(config.trained)} policies; "
             "each trainer serves its own weights on a port of its own"
         )
-    if not config.policies:
-        problems.append("policies={} must name at least one policy; add [policies.actor] with a model")
+    problems += policy_problems(config)
     names = [n.name for n in config.rollout.nodes]
     for name in sorted({n for n in names if names.count(n) > 1}):
         problems.append(f"rollout.nodes.name={name!r} is used twice; give each node its own name")
@@ -267,11 +267,13 @@ def torch_components(config: RunConfig) -> Iterator[tuple[str, str, Component]]:
     """(setting, room, component) of what lies in rooms that load torch, which only `launch.checks` may do."""
     for name, policy in config.policies.items():
         yield f"policies.{name}.engine", "engines", policy.engine
+        if policy.tool_parser != "auto":
+            yield f"policies.{name}.tool_parser", "tool_parsers", Component(type=policy.tool_parser)
+        if not policy.trained:
+            continue
         yield f"policies.{name}.algorithm.loss", "losses", policy.algorithm.loss
         for i, correction in enumerate(policy.algorithm.corrections):
             yield f"policies.{name}.algorithm.corrections.{i}", "corrections", correction
-        if policy.tool_parser != "auto":
-            yield f"policies.{name}.tool_parser", "tool_parsers", Component(type=policy.tool_parser)
 
 
 def _check(room: str, component: Component, where: str, given: set[str]) -> list[str]:

@@ -83,7 +83,7 @@ def check_operators(config: RunConfig) -> list[str]:
         problems += of_source.problems
         problems += [_too_small(f"sources.{name}.group_size", config.group_size(name), x) for x in of_source.listed
                      if config.group_size(name) < x.operator.min_siblings]  # fmt: skip
-    for name, policy in config.policies.items():
+    for name, policy in config.trained.items():
         made = operators_of_policy(name, policy)
         problems += made.problems
         problems += _siblings(config, [*made.listed, *([made.advantage] if made.advantage is not None else [])])

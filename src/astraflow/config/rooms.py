@@ -32,6 +32,13 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
     "workflows": {
         "single_turn": "astraflow.workflows.single_turn:SingleTurn",
         "tool_use": "astraflow.workflows.tool_use:ToolUse",
+        "actor_verifier": "astraflow.workflows.teams.actor_verifier:ActorVerifier",
+        "solver_selector": "astraflow.workflows.teams.solver_selector:SolverSelector",
+        "planner_executor": "astraflow.workflows.teams.planner_executor:PlannerExecutor",
+        "router": "astraflow.workflows.teams.router:Router",
+        "best_of_n": "astraflow.workflows.teams.best_of_n:BestOfN",
+        "self_play": "astraflow.workflows.teams.self_play:SelfPlay",
+        "recursive": "astraflow.workflows.teams.recursive:Recursive",
         "swarm": "astraflow.workflows.elsewhere:Elsewhere",
     },
     "environments": {
@@ -91,6 +98,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
     "engines": {
         "local": "astraflow.engines.local:LocalEngine",
         "scripted": "astraflow.engines.scripted:ScriptedEngine",
+        "vllm": "astraflow.engines.vllm.engine:VllmEngine",
     },
     "tool_parsers": {
         "hermes": "astraflow.rollout.gateway.tools:HermesParser",

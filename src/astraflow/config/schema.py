@@ -15,6 +15,7 @@ from astraflow.config.sections.base import Component, Name, Spec, Strict, compon
 from astraflow.config.sections.policy import (
     AlgorithmSection,
     BatchSection,
+    CopySection,
     CriticSection,
     DistillSection,
     EngineSection,
@@ -31,7 +32,8 @@ __all__ = [
     "RunConfig", "RunSection", "SourceSection", "MixSection", "WorkflowSection", "NodeSection", "RolloutSection",
     "SwarmSection",
     "EvaluationSection", "StageSection", "ConsumerSection", "DataflowSection", "WeightsSection", "ObserveSection",
-    "PolicySection", "AlgorithmSection", "BatchSection", "CriticSection", "DistillSection", "EngineSection",
+    "PolicySection", "AlgorithmSection", "BatchSection", "CopySection", "CriticSection", "DistillSection",
+    "EngineSection",
     "KlSection", "LoraSection", "OptimizerSection", "SamplingSection", "TrainerSection", "WarmStartSection",
     "Component", "Name", "Spec", "Strict",
 ]  # fmt: skip
@@ -42,7 +44,7 @@ class RunSection(Strict):
 
     name: Name
     seed: int = Field(0, ge=0)
-    steps: int = Field(ge=1, description="batches that every policy learns from, one version each")
+    steps: int = Field(ge=1, description="batches that every trained policy learns from, one version each")
     directory: str = Field("runs", description="parent of the run directory")
     checkpoint_every: int = Field(50, ge=1, description="steps between checkpoints; the last step always has one")
     keep_checkpoints: int = Field(2, ge=0, description="newest checkpoints of a policy that stay; 0: all")
@@ -232,6 +234,16 @@ class RunConfig(Strict):
     stages: dict[Name, Annotated[StageSection, BeforeValidator(component_of)]] = Field({})
     consumers: dict[Name, ConsumerSection] = Field({})
     train_source: Name = Field("train", description="the source that training tasks come from")
+
+    @property
+    def trained(self) -> dict[str, PolicySection]:
+        """The policies that have a trainer."""
+        return {name: policy for name, policy in self.policies.items() if policy.trained}
+
+    def steps_of(self, policy: str) -> int:
+        """Steps that a policy makes; 0: it is only served."""
+        section = self.policies[policy]
+        return max(0, self.run.steps - section.frozen_steps) if section.trained else 0
 
     @property
     def train_sources(self) -> list[str]:

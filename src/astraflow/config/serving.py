@@ -10,7 +10,7 @@ from astraflow.config.schema import BatchSection, PolicySection, RunConfig
 def serving_problems(config: RunConfig) -> list[str]:
     """Everything that is wrong with how batches are made, one sentence each."""
     problems: list[str] = []
-    for name, policy in config.policies.items():
+    for name, policy in config.trained.items():
         problems += _batch_problems(f"policies.{name}.batch", policy.batch)
         loss, corrections = policy.algorithm.loss.type, {c.type for c in policy.algorithm.corrections}
         if loss in ROOMS["losses"] and corrections <= set(ROOMS["corrections"]):  # others are asked when they are made

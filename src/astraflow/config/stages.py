@@ -55,10 +55,9 @@ def stage_problems(config: RunConfig) -> list[str]:
     for name, section in config.stages.items():
         where = f"stages.{name}"
         for policy in section.policies:
-            if policy not in config.policies:
-                problems.append(
-                    f"{where}.policies={policy!r} names no policy; known policies: {', '.join(sorted(config.policies))}"
-                )
+            if policy not in config.trained:
+                known = ", ".join(sorted(config.trained))
+                problems.append(f"{where}.policies={policy!r} names no policy that is trained; known policies: {known}")
         try:
             target = resolve("stages", section.type, f"{where}.type")
         except Problem as error:
@@ -75,14 +74,14 @@ def stage_problems(config: RunConfig) -> list[str]:
 def reference_stage(config: RunConfig, policy: str) -> str | None:
     """The stage that adds `ref_logprobs` to rows of `policy`. Raises: Problem: a stage that cannot be imported."""
     for name, section in config.stages.items():
-        if policy in (section.policies or config.policies) and "ref_logprobs" in _plan(config, name, section).adds:
+        if policy in (section.policies or config.trained) and "ref_logprobs" in _plan(config, name, section).adds:
             return name
     return None
 
 
 def reference_problems(config: RunConfig) -> Iterator[str]:
     """What is wrong with the references and teachers of [policies.<p>.algorithm]; [stages] has no problems."""
-    for name, policy in config.policies.items():
+    for name, policy in config.trained.items():
         kl, where = policy.algorithm.penalty, f"policies.{name}.algorithm"
         if kl is None:
             continue
@@ -114,7 +113,7 @@ def _plan(config: RunConfig, name: str, section: StageSection) -> StagePlan:
         name=name,
         needs=tuple(target.needs),
         adds=dict(target.adds),
-        policies=tuple(section.policies or config.policies),
+        policies=tuple(section.policies or config.trained),
         rows=section.rows,
         lease_s=section.lease_s,
         max_attempts=section.max_attempts,
@@ -205,10 +204,10 @@ def _circles(plans: Mapping[str, StagePlan]) -> Iterator[str]:
 
 def consumer_problems(config: RunConfig) -> list[str]:
     """Consumers of policies that the run does not have."""
-    known = ", ".join(sorted(config.policies))
+    known = ", ".join(sorted(config.trained))
     return [
-        f"consumers.{name}.policies={policy!r} names no policy; known policies: {known}"
+        f"consumers.{name}.policies={policy!r} names no policy that is trained; known policies: {known}"
         for name, section in config.consumers.items()
         for policy in section.policies
-        if policy not in config.policies
+        if policy not in config.trained
     ]

@@ -154,7 +154,7 @@ class _Endpoints:
             header, sent = read_stream(body.view, m.EpisodesHeader)
             table = fitted(sent, TRAJECTORY_SCHEMA)
             leases, most = self._machine.leases, self._shell.config.dataflow.max_episode_tokens
-            known = Known(leases.newest(), self._machine.state.groups, most)
+            known = Known(leases.newest(), self._machine.state.groups, most, self._machine.context.plan.version_in)
             facts = row_facts(header, table, known)
             kept = body if table is sent else Body(memoryview(write_stream(header, table)))
             put = self._shell.segments.store(kept) if table.num_rows else None  # no await until it is submitted
@@ -188,7 +188,7 @@ class _Endpoints:
             name, policy = self._trainer(request, body.trainer_id)
             self._machine.live.hear_trainer(name, self._shell.now())
             early = body.rank > 0 and body.version == policy.latest + 1  # rank 0 has not acknowledged yet
-            over = body.version >= self._machine.context.plan.steps
+            over = body.version >= self._machine.context.plan.policies[name].steps
             if over or (not early and self._machine.queues.ready(name, body.version)):
                 grant = await self._shell.submit(c.TakeBatch(name, body.trainer_id, body.version))
                 if grant is not None and grant.step in policy.batches:

@@ -50,6 +50,7 @@ from astraflow.dataflow.machine.plan import Context, ReadTokens, plan_of
 from astraflow.dataflow.machine.queues import Queues
 from astraflow.dataflow.machine.records import PolicyState, State
 from astraflow.dataflow.machine.routing import Routing
+from astraflow.dataflow.machine.serving.balance import Balance
 from astraflow.dataflow.operators.chain import chain_of
 from astraflow.dataflow.operators.source.chain import source_chain_of
 from astraflow.errors import DataflowError
@@ -76,17 +77,17 @@ class Machine:
         read_tokens: ReadTokens | None = None,
     ) -> None:
         if snapshot is None:
-            self.state = State({name: PolicyState() for name in config.policies})
+            self.state = State({name: PolicyState() for name in config.trained})
         else:
             self.state = msgspec.json.decode(snapshot, type=State)
         self.context = Context(plan_of(config, sources), self.state, sources, read_tokens)
-        self._chains = {name: chain_of(name, p) for name, p in config.policies.items()}
+        self._chains = {name: chain_of(name, p) for name, p in config.trained.items()}
         for name, chain in self._chains.items():
             chain.load_state_dicts(self.state.policies[name].operators)
         self.evaluation = Evaluation(self.context)
         self.queues = Queues(self.context, self._chains)
         self.stages = Stages(self.context, stage_plans(config), self.queues.too_late)
-        self.consumers = Consumers(self.context, config.consumers, list(config.policies))
+        self.consumers = Consumers(self.context, config.consumers, list(config.trained))
         source_chains = {name: source_chain_of(name, config.sources[name]) for name in config.train_sources}
         self.admission = Admission(self.context, source_chains, self.queues.ready, lambda: self.consumers.hold)
         self.routing = Routing(
@@ -94,6 +95,7 @@ class Machine:
         )
         self.leases = Leases(self.context, self.admission, self.evaluation, self.routing.complete)
         self.live = Liveness(self.context, self.stages.plans)
+        self.balance = Balance(self.context)
         self._told = False  # whoever waits for rows knows that there will be no more
 
     def snapshot(self) -> bytes:
@@ -123,6 +125,8 @@ class Machine:
         context = self.context
         context.now, context.out = now, []
         reply = self._dispatch(command, now)
+        if not isinstance(command, c.Reopen | c.VoidCommand):  # a start changes nothing of what was done before
+            self.balance.look(now)
         if self.finished and not self._told:
             self._told = True
             names = [*map(stage_topic, self.stages.plans), *map(consumer_topic, self.state.policies)]

@@ -33,7 +33,7 @@ from astraflow.types import SourceView, Task
 from astraflow.weights.objects.bucket import package_problem
 from astraflow.wire.app import bind
 from astraflow.workflows.load import build_workflow
-from astraflow.workflows.single_turn import SingleTurn
+from astraflow.workflows.roles import ByRoles
 
 TORCH_STACK = ("torch", "transformers", "safetensors", "jinja2")
 BUILT_IN_MODELS: Mapping[str, tuple[str, ...]] = {
@@ -229,14 +229,14 @@ def check_play(config: RunConfig) -> dict[str, int]:
             raise SourceError(f"sources.{name}", spec.type, "has no rows", "give a file or range that holds some")
         first[name] = source.row(0)
     played = set(config.train_sources) | ({config.evaluation.source} if config.evaluation is not None else set())
-    if isinstance(workflow, SingleTurn):
+    if isinstance(workflow, ByRoles):
         for name in sorted(played):
             _check_keys(name, first[name], workflow.fields, "workflow.prompt names it")
     plan_of(config, sources)
     for name in config.train_sources:  # an operator that cannot read a row says so now
         chain = source_chain_of(name, config.sources[name])
         chain.admit(Task(name, 0, 0, first[name]), SourceView(0, 0, 0), 0.0)
-    for policy, section in config.policies.items():
+    for policy, section in config.trained.items():
         chain_of(policy, section)
         if section.warm_start is not None:
             name = section.warm_start.source

@@ -25,11 +25,11 @@ class ProcessSpec:
 
 
 def plan_processes(config: RunConfig, cores: int) -> list[ProcessSpec]:
-    """The dataflow service, a trainer for each policy, the nodes of `[[rollout.nodes]]`, the workers of stages."""
+    """The dataflow service, trainers of policies, the nodes of `[[rollout.nodes]]`, the workers of stages."""
     threads = automatic_threads(config, cores)
     trainers = [
         ProcessSpec(f"trainer-{name}", "trainer", name, policy.trainer.threads or threads)
-        for name, policy in config.policies.items()
+        for name, policy in config.trained.items()
     ]
     nodes = [
         ProcessSpec(
@@ -47,6 +47,6 @@ def plan_processes(config: RunConfig, cores: int) -> list[ProcessSpec]:
 
 def automatic_threads(config: RunConfig, cores: int) -> int:
     """Cores divided by torch processes, at least 1: intra-op threads that have no core of their own spin and stall."""
-    num_torch = sum(policy.trainer.ranks for policy in config.policies.values()) + len(config.rollout.nodes)
+    num_torch = sum(policy.trainer.ranks for policy in config.trained.values()) + len(config.rollout.nodes)
     num_torch += sum(stage.workers for stage in config.stages.values() if stage.type not in TORCH_FREE_STAGES)
     return max(1, cores // max(1, num_torch))

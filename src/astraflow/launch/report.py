@@ -34,6 +34,7 @@ from astraflow.observe.summary import (
 __all__ = ["terminal_curve", "write_report"]
 
 logger = logging.getLogger(__name__)
+OWN = ("training", "rollout")  # of the time of a policy: not for the sake of another one
 
 
 def write_report(run_dir: Path, status: Mapping[str, Any] | None = None) -> Path:
@@ -70,8 +71,8 @@ def is_finished(directory: RunDirectory, config: RunConfig) -> bool:
     kept = _kept(directory)
     if not kept.exists() or not json.loads(kept.read_text(encoding="utf-8")).get("finished"):
         return False
-    newest = [directory.newest_checkpoint(policy) for policy in config.policies]
-    return all(path is not None and path.name == f"step-{config.run.steps:06d}" for path in newest)
+    newest = {policy: directory.newest_checkpoint(policy) for policy in config.trained}
+    return all(path is not None and path.name == f"step-{config.steps_of(p):06d}" for p, path in newest.items())
 
 
 def _kept(directory: RunDirectory) -> Path:
@@ -92,6 +93,8 @@ def _page(
         blocks.append(f"```\n{curve}\n```")
     blocks += [f"![{picture}]({picture})" for picture in pictures]
     blocks += ["## How it ran", _health(summary)]
+    if summary["policies"]:
+        blocks.append(_balance(summary["policies"]))
     if summary["errors"]:
         blocks.append(_errors(summary["errors"]))
     if summary["warnings"]:
@@ -160,6 +163,18 @@ def _health(summary: Mapping[str, Any]) -> str:
     )
 
 
+def _balance(policies: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = ["| policy | reward: start, end, best | its time |", "|---|---|---|"]
+    for name, found in policies.items():
+        rewards = ", ".join(_number(found["reward"][key]) for key in ("start", "end", "best"))
+        shares = sorted(found["time"].items(), key=lambda share: -share[1])
+        said = ", ".join(
+            f"{cause if cause in OWN else f'waits for {cause}'} {_percent(part)}" for cause, part in shares
+        )
+        lines.append(f"| {name} | {rewards} | {said or '–'} |")
+    return "\n".join(lines)
+
+
 def _errors(errors: Mapping[str, Mapping[str, Any]]) -> str:
     lines = ["| failed episodes | number | first error |", "|---|---|---|"]
     for kind, error in errors.items():
@@ -185,9 +200,14 @@ def _settings(config: RunConfig) -> str:
         ("nodes", ", ".join(f"{node.name} ({node.concurrency} episodes)" for node in config.rollout.nodes) or "none"),
     ]
     for name, policy in config.policies.items():
+        pairs += [(f"{name}: model", policy.model), (f"{name}: engine", policy.engine.type)]
+        if policy.copy_of is not None:
+            pairs.append(
+                (f"{name}: served", f"{policy.copy_of.policy} as it was, each {policy.copy_of.every} versions")
+            )
+        if not policy.trained:
+            continue
         pairs += [
-            (f"{name}: model", policy.model),
-            (f"{name}: engine", policy.engine.type),
             (f"{name}: algorithm", f"{policy.algorithm.advantage.type}, {policy.algorithm.loss.type}"),
             (f"{name}: batch", f"{policy.batch.groups} groups, max_staleness {policy.batch.max_staleness}"),
             (f"{name}: optimizer", f"lr {policy.optimizer.lr:g}, {policy.optimizer.schedule}"),
@@ -198,7 +218,7 @@ def _settings(config: RunConfig) -> str:
 
 def _usage(directory: RunDirectory, config: RunConfig | None) -> str:
     lines = []
-    for name in config.policies if config else []:
+    for name in config.trained if config else []:
         checkpoint = directory.newest_checkpoint(name)
         if checkpoint is not None:
             lines.append(f"- checkpoint of `{name}`, a Hugging Face directory: `{checkpoint}`")

@@ -115,12 +115,13 @@ class Supervisor:
         return self._state.succeeded
 
     def _check_checkpoints(self) -> None:
-        for policy in self.config.policies:
+        for policy in self.config.trained:
+            steps = self.config.steps_of(policy)
             newest = self.directory.newest_checkpoint(policy)
-            if newest is None or newest.name != f"step-{self.config.run.steps:06d}" or not self._state.succeeded:
+            if newest is None or newest.name != f"step-{steps:06d}" or not self._state.succeeded:
                 log = self.directory.log(f"trainer-{policy}")
                 raise LaunchError(
-                    "last checkpoint", newest, f"is not that of step {self.config.run.steps} of {policy}",
+                    "last checkpoint", newest, f"is not that of step {steps} of {policy}",
                     f"its trainer did not end well, see {log}; then go on with --resume",
                 )  # fmt: skip
 

@@ -115,7 +115,23 @@ def summarise(rows: Sequence[Row], status: Mapping[str, Any] | None = None) -> d
         "errors": errors_of(status),
         "tokens_per_s": _tokens_per_s(steps, wall_s),
         "versions": _versions(steps, status),
+        "policies": _by_policy(steps, status),
     }
+
+
+def _by_policy(steps: Sequence[Row], status: Mapping[str, Any] | None) -> dict[str, Any]:
+    """With several policies, of each: reward as above, and the share of its time by what it did or waited for."""
+    names = list(dict.fromkeys(str(row.get("policy", "")) for row in steps))
+    known = dict((status or {}).get("policies", {}))
+    found = {}
+    for name in names if len(names) > 1 else []:
+        rewards = [value for row in steps if row.get("policy") == name
+                   and (value := metric(row, "reward/mean")) is not None]  # fmt: skip
+        waited = dict(dict(known.get(name, {})).get("waited_s", {}))
+        total = sum(waited.values())
+        shares = {cause: round(seconds / total, 4) for cause, seconds in waited.items()} if total else {}
+        found[name] = {"reward": _span(rewards, window=5), "time": shares}
+    return found
 
 
 def accounting(steps: Sequence[Row], status: Mapping[str, Any] | None) -> dict[str, Any]:

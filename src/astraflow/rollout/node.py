@@ -126,6 +126,7 @@ class _Node:
         self._client = DataflowClient(options.dataflow_url, options.token, give_up_s=min(RETRY_S, options.give_up_s))
         self._weight_client = WeightClient(options.token, wait_s=ANNOUNCED_WAIT_S, spool=options.cache / "spool")
         self._weights: dict[str, Weights] = {}
+        self._followers: dict[str, list[Weights]] = {}  # policy -> what its versions go into: its own and copies
         self._reach = Reach(min(FIRST_ANSWER_S, options.give_up_s))
         self._committer = Committer(self._client.commit, self._reach)
         self._leaving = asyncio.Event()
@@ -152,9 +153,13 @@ class _Node:
             log.info("the run is over already")
             return
         config = RunConfig.model_validate(reply.config)
-        for name in config.policies:
-            check = ServedCheck(name, partial(self._model_directory, config, name)) if config.weights.check else None
-            self._weights[name] = Weights(name, self._weight_client, self._start_waiting, check)
+        for name, section in config.policies.items():
+            looks = config.weights.check and not section.frozen
+            check = ServedCheck(name, partial(self._model_directory, config, name)) if looks else None
+            every = 1 if section.copy_of is None else section.copy_of.every
+            self._weights[name] = Weights(name, self._weight_client, self._start_waiting, check, every)
+            followed = name if section.copy_of is None else section.copy_of.policy
+            self._followers.setdefault(followed, []).append(self._weights[name])
         heartbeat_s = await self._enter(reply)
         self.tasks.spawn("heartbeat loop", self._heartbeats(heartbeat_s))
         local = await self._build(config)
@@ -204,7 +209,8 @@ class _Node:
         gateway = Gateway(endpoints, config.workflow.call_timeout_s)
         for name, engine in engines.items():
             self.tasks.spawn(f"engine of {name}", _raise_when_ended(engine))
-            self.tasks.spawn(f"weight loop of {name}", self._weights[name].follow(engine))
+            if not config.policies[name].frozen:
+                self.tasks.spawn(f"weight loop of {name}", self._weights[name].follow(engine))
         pool = await self._start_workers(config, gateway, list(engines)) if options.workers else None
         most = config.dataflow.max_episode_tokens
         local = None
@@ -275,8 +281,8 @@ class _Node:
 
     def _hear(self, versions: Mapping[str, WeightVersion], finished: bool) -> None:
         for name, version in versions.items():
-            if name in self._weights:
-                self._weights[name].announce(version)
+            for weights in self._followers.get(name, ()):
+                weights.announce(version)
         if finished and not self._finished:
             log.info("the run is over")
             self._finished = True

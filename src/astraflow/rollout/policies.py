@@ -7,6 +7,7 @@ import logging
 import tempfile
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,11 +43,14 @@ class Weights:
     """The newest version that was announced, and the way from there into the engine."""
 
     def __init__(
-        self, policy: str, client: WeightClient, on_version: Callable[[], None], check: ServedCheck | None = None
-    ) -> None:
-        """`on_version` is called when another version is in force. `check`: looks at every one that is."""
+        self, policy: str, client: WeightClient, on_version: Callable[[], None], check: ServedCheck | None = None,
+        every: int = 1,
+    ) -> None:  # fmt: skip
+        """`on_version` is called when another version is in force. `check`: looks at every one that is. `every`: only a
+        version that is so many above the one before is taken."""
         self._policy, self._client, self._on_version, self.check = policy, client, on_version, check
-        self._announced = WeightVersion(policy, -1)
+        self._every = every
+        self._newest = self._announced = WeightVersion(policy, -1)
         self._news = asyncio.Event()
         self._held: Fetched | None = None  # what the next delta is applied to
         self.num_failures = 0
@@ -58,6 +62,10 @@ class Weights:
 
     def announce(self, newest: WeightVersion) -> None:
         """There is this version (older ones, and those known already, change nothing)."""
+        if newest.version >= self._newest.version:
+            self._newest = newest
+        if 0 <= self._announced.version < newest.version < self._announced.version + self._every:
+            return
         if newest.version > self._announced.version or (
             newest.version == self._announced.version and newest.urls != self._announced.urls
         ):
@@ -89,6 +97,8 @@ class Weights:
                 # Of a policy whose versions travel whole, a copy in host memory would be of no use.
                 self._held = fetched if version < 0 or fetched.held.manifest.delta is not None else None
                 return fetched
+            if self._every > 1:  # the one that was wanted may be gone by now
+                self._announced = self._newest
             try:
                 await asyncio.wait_for(self._news.wait(), pause_s)
             except TimeoutError:
@@ -113,14 +123,29 @@ async def start_policy(name: str, section: PolicySection, options: PolicyOptions
     try:
         directory = await in_thread(lambda: directory_of(section.model, options.cache, options.seed), f"model-{name}")
     except ModelError as error:
+        if section.frozen:  # nobody publishes it
+            raise ModelError(
+                f"policies.{name}.model", section.model, "is frozen and not on this node",
+                "copy the model directory to the same path here",
+            ) from error  # fmt: skip
         log.info("%s; waiting for the published files of %s instead", error, name)
     else:
-        return await in_thread(lambda: _endpoint(name, section, options, directory), f"engine-{name}")
+        endpoint = await in_thread(lambda: _endpoint(name, section, options, directory), f"engine-{name}")
+        if section.frozen:
+            await asyncio.wrap_future(await in_thread(lambda: _load(endpoint.engine, directory), f"weights-{name}"))
+        return endpoint
     fetched = await weights.fetch_newer(-1)
     with tempfile.TemporaryDirectory(prefix=f"astraflow-{name}-") as place:
         published = Path(place)
         await in_thread(lambda: _write(fetched, published, name, section.model), f"model-{name}")
         return await in_thread(lambda: _endpoint(name, section, options, published), f"engine-{name}")
+
+
+def _load(engine: Engine, directory: Path) -> Future[int]:
+    """Its own weights, as version 0, which no trainer publishes."""
+    from astraflow.models.load import load_model, state_tensors  # loads torch
+
+    return engine.load_weights(0, state_tensors(load_model(directory)))
 
 
 def directory_of(model: str, cache: Path, seed: int) -> Path:

@@ -233,7 +233,7 @@ class Learner:
             raise ConfigError("run file", problems)
         settings = StepSettings(
             optimizer=self.section.optimizer,
-            total_steps=self.config.run.steps,
+            total_steps=self.config.steps_of(self.policy),
             tokens_per_microbatch=self.section.batch.tokens_per_microbatch,
             temperature=self.section.sampling.temperature,
             entropy=self.section.algorithm.entropy,
@@ -269,7 +269,7 @@ class Learner:
         if section.model:
             directory = model_directory(section.model, cache_dir(), self.config.run.seed)
             check_tokens("critic.model", section.model, directory, self._directory)
-        critic = Critic(section, self.section.optimizer, self.config.run.steps, directory)
+        critic = Critic(section, self.section.optimizer, self.config.steps_of(self.policy), directory)
         critic.model.to(self.model.device)
         if self.section.trainer.gradient_checkpointing:
             recompute_activations(critic.model.decoder)
@@ -336,5 +336,5 @@ def _made(room: str, spec: Component, where: str) -> Any:
 
 
 def _automatic_threads(config: RunConfig) -> int:
-    num_ranks = sum(policy.trainer.ranks for policy in config.policies.values())
+    num_ranks = sum(policy.trainer.ranks for policy in config.trained.values())
     return max(1, (os.cpu_count() or 1) // (num_ranks + len(config.rollout.nodes)))

@@ -75,7 +75,7 @@ def run_trainer(
         try:
             session = stack.enter_context(TrainerSession(dataflow, policy, token=token, stop=stop))
             config, run = session.config, session.run
-            if run.finished and latest_checkpoint(run_dir / "checkpoints" / policy, config.run.steps):
+            if run.finished and latest_checkpoint(run_dir / "checkpoints" / policy, config.steps_of(policy)):
                 log.info("run %s is over", run.run)
                 ranks.tell(END)
                 return 0
@@ -146,7 +146,8 @@ class Trainer:
 
     def _steps(self) -> None:
         learner, run = self._learner, self._learner.config.run
-        while learner.version < run.steps and not self._stop.is_set():
+        steps = learner.config.steps_of(learner.policy)
+        while learner.version < steps and not self._stop.is_set():
             begin = time.perf_counter()
             batch = self._session.next_batch(lambda: self._tell(WAIT))
             if batch is None:

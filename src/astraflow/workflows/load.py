@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from astraflow.config.rooms import ROOMS, build, check_options, resolve
+from astraflow.config.rooms import build, check_options, resolve
 from astraflow.contracts import LLM, RewardFunction
 from astraflow.errors import ConfigError, Problem
+from astraflow.workflows.roles import ByRoles
 
 PlayFunction = Callable[..., Any]
 """`play(task, llm)`: a coroutine function, or a plain one, which then runs in a thread with a blocking `llm`."""
@@ -36,36 +37,17 @@ def build_workflow(component: ComponentLike, policies: Sequence[str]) -> PlayFun
     problems = check_options(target, options, "workflow", given)
     if problems:
         raise ConfigError("workflow", problems)
-    check_policy(options.get("policy"), policies)
-    if component.type in ROOMS["workflows"] and len(policies) > 1 and options.get("policy") is None:
-        raise _several_policies(policies)  # those of the room play by one
     if is_class:
-        return cast(PlayFunction, target(**options))
+        play = target(**options)
+        if isinstance(play, ByRoles):
+            play.check(policies, component.type)
+        return cast(PlayFunction, play)
     return functools.partial(target, **options) if options else cast(PlayFunction, target)
 
 
-def check_policy(policy: object, policies: Sequence[str]) -> None:
-    """Raises: Problem: a workflow that names a policy which the run does not have."""
-    if policy is not None and policy not in policies:
-        known = ", ".join(sorted(policies))
-        raise Problem("workflow.policy", policy, "is not a policy of this run", f"name one of: {known}")
-
-
 def choose_policy(llm: Mapping[str, LLM], policy: str | None) -> LLM:
-    """The client of `policy`, or of the only policy.
-
-    Raises: Problem: several policies and none named.
-    """
-    if policy is not None:
-        return llm[policy]
-    if len(llm) != 1:
-        raise _several_policies(llm)
-    return next(iter(llm.values()))
-
-
-def _several_policies(policies: Iterable[str]) -> Problem:
-    known = ", ".join(sorted(policies))
-    return Problem("workflow.policy", None, "must be given when a run has several policies", f"one of: {known}")
+    """The client of `policy`, or of the only policy; that there is one was checked when the workflow was built."""
+    return llm[policy] if policy is not None else next(iter(llm.values()))
 
 
 def reward_function(spec: str | Mapping[str, Any], where: str = "workflow.reward") -> RewardFunction:

@@ -9,9 +9,10 @@ from astraflow.contracts import LLM
 from astraflow.errors import EpisodeError, Problem
 from astraflow.types import Message, Outcome, Task
 from astraflow.workflows.load import choose_policy, factory
+from astraflow.workflows.roles import ByRoles
 
 
-class ToolUse:
+class ToolUse(ByRoles):
     """Up to `max_turns` replies; after each that calls tools, their results are appended and the policy goes on.
 
     The environment scores the messages of the conversation, in which each reply also has its `finish_reason`.
@@ -21,6 +22,7 @@ class ToolUse:
         """`environment`: one fresh instance per episode. `policy`: who plays; needed with several policies."""
         if max_turns < 1:
             raise Problem("workflow.max_turns", max_turns, "must be >= 1", "use 2 for one tool call and an answer")
+        super().__init__({"policy": policy} if policy is not None else {})
         self._environment = factory("environments", environment, "workflow.environment")
         self._max_turns, self._policy = max_turns, policy
 

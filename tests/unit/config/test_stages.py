@@ -94,7 +94,7 @@ def test_order_follows_from_what_stages_need() -> None:
     [
         ({"e": {"type": "ref_logprob"}}, "stages.e.type=ref_logprob is not a known name of stages; did you mean"),
         ({"e": {**ECHO, "delay": 1}}, "stages.e.delay=1 is not an option of this type; did you mean 'delay_s'?"),
-        ({"e": {**ECHO, "policies": ["actr"]}}, "stages.e.policies='actr' names no policy"),
+        ({"e": {**ECHO, "policies": ["actr"]}}, "stages.e.policies='actr' names no policy that is trained"),
         ({"a": ECHO, "b": ECHO}, "stages.b.adds='echo' is added by stages.a already"),
         ({"j": REWARD, "k": JUDGE}, "stages.k.adds='reward' is added by stages.j already"),
         ({"s": SUM}, "stages.s.needs='echo' is no column of a row, and no stage adds it"),
@@ -113,7 +113,8 @@ def test_what_cannot_work_is_refused_at_load(stages: Any, words: str) -> None:
 
 
 def test_consumers_read_policies_of_the_run() -> None:
-    assert "consumers.log.policies='critic' names no policy" in problem({}, consumers={"log": {"policies": ["critic"]}})
+    said = problem({}, consumers={"log": {"policies": ["critic"]}})
+    assert "consumers.log.policies='critic' names no policy that is trained" in said
 
 
 def test_values_that_a_built_in_stage_refuses_are_found_before_the_run() -> None:

@@ -32,6 +32,7 @@ def test_a_run_without_a_step_has_a_summary() -> None:
         "errors": {},
         "tokens_per_s": None,
         "versions": {},
+        "policies": {},
     }
     assert terminal_curve([]) == ""
 

@@ -147,7 +147,9 @@ async def test_each_policy_is_asked_by_name():
     play = SingleTurn(reward="exact", policy="judge")
     assert await play(QUESTION, {"actor": actor, "judge": judge}) == 0.0
     with pytest.raises(Problem, match="several policies"):
-        await SingleTurn(reward="exact")(QUESTION, {"actor": actor, "judge": judge})
+        build_workflow(section(type="single_turn", reward="exact"), ["actor", "judge"])
+    with pytest.raises(Problem, match=r"workflow.type=single_turn never calls policies\.actor"):
+        build_workflow(section(type="single_turn", reward="exact", policy="judge"), ["actor", "judge"])
 
 
 def section(**keys):

@@ -9,7 +9,7 @@ def rank_problems(config: RunConfig) -> list[str]:
     """Everything that is wrong with trainers of several ranks, one sentence each."""
     return [
         problem
-        for name, policy in config.policies.items()
+        for name, policy in config.trained.items()
         if policy.trainer.ranks > 1 or policy.trainer.tensor_parallel * policy.trainer.context_parallel > 1
         for problem in _problems(f"policies.{name}", policy)
     ]

@@ -11,9 +11,9 @@ GAE, DISTILL = "gae", "distill"
 def training_problems(config: RunConfig) -> list[str]:
     """Everything that is wrong with how policies are trained, one sentence each."""
     problems: list[str] = []
-    for name, policy in config.policies.items():
+    for name, policy in config.trained.items():
         where = f"policies.{name}"
-        problems += _optimizer_problems(f"{where}.optimizer", policy.optimizer, config.run.steps)
+        problems += _optimizer_problems(f"{where}.optimizer", policy.optimizer, config.steps_of(name))
         problems += [
             *_update_problems(where, policy),
             *_critic_problems(where, policy),

@@ -83,7 +83,9 @@ class BatchSection(Strict):
     tokens: int = Field(0, ge=0, description="a batch is full at this many sampled tokens too; 0: by groups only")
     episodes: int = Field(0, ge=0, description="episodes of a batch, siblings may part; 0: whole groups")
     order: Literal["edf", "fifo"] = Field("edf", description="edf: oldest weight version first; fifo: first complete")
-    branches: Literal["each", "once"] = Field("each", description="each branch has its group's weight, or a share of it")
+    branches: Literal["each", "once"] = Field(
+        "each", description="each branch has its group's weight, or a share of it"
+    )
     max_staleness: int = Field(1, ge=0, description="0: synchronous training")
     epochs: int = Field(1, ge=1, description="passes over a batch")
     minibatches: int = Field(1, ge=1, description="optimizer steps of a pass, on whole groups each")
@@ -164,8 +166,15 @@ class TrainerSection(Strict):
     max_logprob_gap: float = Field(0.5, gt=0, description="p99 of the gap above which an alarm is raised")
 
 
+class CopySection(Strict):
+    """copy_of: served are earlier weights of another policy, as an opponent from its past."""
+
+    policy: Name = Field(description="a policy that is trained, of the same model")
+    every: int = Field(10, ge=1, description="its versions from one copy to the next")
+
+
 class PolicySection(Strict):
-    """[policies.<name>]: one trainable model."""
+    """[policies.<name>]: one model, trained or only served."""
 
     model: str = Field(description="Hugging Face directory, or a built-in name: tiny-char, smollm2-135m-instruct")
     engine: Annotated[EngineSection, BeforeValidator(component_of)] = EngineSection()
@@ -179,3 +188,11 @@ class PolicySection(Strict):
     lora: Annotated[LoraSection | None, BeforeValidator(or_none)] = None
     trainer: TrainerSection = TrainerSection()
     tool_parser: str = Field("auto", description="how tool calls are read: auto, hermes, llama3, bracket, none")
+    frozen: bool = Field(False, description="served as it is, never trained: no trainer, no steps")
+    frozen_steps: int = Field(0, ge=0, description="steps of the others before it is trained; it makes so many fewer")
+    copy_of: Annotated[CopySection | None, BeforeValidator(or_none)] = None
+
+    @property
+    def trained(self) -> bool:
+        """It has a trainer."""
+        return not self.frozen and self.copy_of is None

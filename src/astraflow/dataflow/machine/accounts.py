@@ -27,6 +27,7 @@ from astraflow.types import Purpose, error_kind
 
 RECENT_GROUPS = 4096
 UNSCORED = "unscored"  # reason of a group that had no reward, or failures of several kinds; of an episode without one
+NOT_CALLED = "not_called"  # reason of a group in which the workflow called the policy in less than two episodes
 LEFT_OUT = "left_out"  # reason of a scored episode that an operator took out of its group
 _MESSAGE_CHARS = 300
 _MOST_REASONS = 64  # of drops, per policy, and of errors: operators and workflows of users name their own
@@ -37,16 +38,18 @@ _ADVICE = {
     "length_filter": "change length_filter.min_tokens, length_filter.max_tokens or sampling.max_tokens: too few "
     "episodes of a group are within the bounds",
     "dedup": "raise sampling.temperature: the answers of a group are copies of each other; or lower dedup.min_episodes",
+    NOT_CALLED: "let the workflow call this policy in two episodes of a group or more; or say frozen = true, or take "
+    "it out of the run file",
     "stale": "raise batch.max_staleness, or lower batch.groups: groups are older than allowed when they are complete",
 }
 
 
 def admit(context: Context, group_id: str, source: str) -> None:
-    """A task takes one slot of every policy that still trains."""
+    """A task takes one slot of every policy that trains now."""
     state = context.state
     state.sources[source].admitted += 1
     state.sources[source].in_flight += 1
-    wanted = [name for name in state.policies if not context.finished_policy(name)]
+    wanted = [name for name in state.policies if context.takes_groups(name)]
     for name in wanted:
         state.policies[name].admitted += 1
     state.admitted += 1
@@ -120,9 +123,10 @@ def count_code(state: State, episode: EpisodeCommit, purpose: Purpose) -> None:
         del state.codes[next(iter(state.codes))]
 
 
-def failure_reason(errors: Iterable[str | None]) -> str:
-    """Why a group without enough scored episodes is dropped, given the errors of its unscored ones."""
-    kinds = {UNSCORED if error is None else error_kind(error) for error in errors}
+def failure_reason(unscored: Iterable[tuple[str | None, bool]]) -> str:
+    """Why a group without enough scored episodes is dropped: of its unscored ones the errors, and whether the policy
+    was called."""
+    kinds = {error_kind(e) if e is not None else UNSCORED if called else NOT_CALLED for e, called in unscored}
     return kinds.pop() if len(kinds) == 1 else UNSCORED
 
 

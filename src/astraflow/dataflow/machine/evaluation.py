@@ -1,10 +1,12 @@
 """Evaluation rounds on held-out tasks, played by the same nodes beside training.
 
-A round is due at version 0, every `evaluation.every` steps, and at the end; with several policies the oldest counts.
+A round is due at version 0, every `evaluation.every` steps, and at the end; with several policies the slowest counts.
 Its tasks are opened one by one when a node asks, and folded into sums when complete, so a round costs no memory.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from astraflow.dataflow.machine.admission.rows import open_group
 from astraflow.dataflow.machine.commands import Event, MetricsRow, Wake
@@ -36,7 +38,7 @@ class Evaluation:
         plan, state = self._context.plan, self._context.state
         if plan.evaluation is None or not self._context.all_resumed:
             return
-        newest = min(p.latest for p in state.policies.values())
+        newest = self._context.slowest
         while 0 <= state.next_round <= newest:
             version = state.next_round
             state.rounds.append(EvalRound(version, plan.evaluation.num_tasks, started_s=self._context.now))
@@ -49,7 +51,7 @@ class Evaluation:
         plan, state = self._context.plan, self._context.state
         if plan.evaluation is None or 0 <= state.next_round <= plan.steps:
             return
-        newest, every = min(p.latest for p in state.policies.values()), plan.evaluation.every
+        newest, every = self._context.slowest, plan.evaluation.every
         following = min((max(newest, 0) // every + 1) * every, plan.steps)
         known = {r.version for r in state.rounds} | {int(r["eval/version"]) for r in state.results}
         wanted = state.next_round > plan.steps or not self._context.training_over
@@ -76,7 +78,7 @@ class Evaluation:
         round_ = next((r for r in state.rounds if r.version == version), None)
         if evaluation is None or round_ is None:  # the section was taken out of the run file
             return
-        successes = [_fold(round_, result) for result in group.results if result is not None]
+        successes = [_fold(round_, result, state.policies) for result in group.results if result is not None]
         round_.passed += any(successes)
         round_.num_done += 1
         if round_.num_done == round_.num_tasks:
@@ -110,15 +112,16 @@ def version_of(group_id: str) -> int:
     return int(group_id.split("/", 2)[1])
 
 
-def _fold(round_: EvalRound, result: EpisodeCommit) -> bool:
-    """Add one episode; True when it succeeded."""
+def _fold(round_: EvalRound, result: EpisodeCommit, trained: Collection[str]) -> bool:
+    """Add one episode; True when it succeeded. What policies earn that are only served is of no interest."""
     round_.num_episodes += 1
-    for part in result.parts:
+    parts = [part for part in result.parts if part.policy in trained]
+    for part in parts:
         if part.max_version >= 0:
             oldest = part.min_version
             round_.min_version = oldest if round_.min_version < 0 else min(round_.min_version, oldest)
             round_.max_version = max(round_.max_version, part.max_version)
-    rewards = [p.reward for p in result.parts if p.reward is not None]
+    rewards = [p.reward for p in parts if p.reward is not None]
     if result.error is not None or not rewards:
         round_.num_failed += 1
         return False

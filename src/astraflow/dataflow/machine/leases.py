@@ -18,7 +18,7 @@ from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine.admission.gate import Admission
 from astraflow.dataflow.machine.commands import Cancel, CommitEpisodes, Event, Refusal, ReturnEpisodes, Wake
 from astraflow.dataflow.machine.evaluation import Evaluation, version_of
-from astraflow.dataflow.machine.plan import Context
+from astraflow.dataflow.machine.plan import Context, PolicyPlan, ServedPlan
 from astraflow.dataflow.machine.records import EpisodeCommit, NodeState, OpenGroup, split_id
 from astraflow.types import EpisodeLease, Sampling, Task, WeightVersion
 from astraflow.wire import messages
@@ -64,7 +64,9 @@ class Leases:
         """The newest version of every policy that a node can have: one more while a step is trained, as it is published
         before it is acknowledged."""
         policies = self._context.state.policies
-        return {name: p.latest + (p.latest + 1 in p.batches) for name, p in policies.items()}
+        newest = {name: p.latest + (p.latest + 1 in p.batches) for name, p in policies.items()}
+        served = self._context.plan.served.items()
+        return newest | {name: newest[of.copy_of] if of.copy_of else 0 for name, of in served}
 
     def node(self, node_id: str) -> NodeState:
         """The node, or 404."""
@@ -140,6 +142,7 @@ class Leases:
 
     def _leases(self, episode_ids: Iterable[str]) -> list[EpisodeLease]:
         plan, groups = self._context.plan, self._context.state.groups
+        policies: dict[str, PolicyPlan | ServedPlan] = {**plan.policies, **plan.served}
         known: dict[str, tuple[Task, dict[str, int], dict[str, Sampling]]] = {}  # siblings have it in common
         leases = []
         for episode_id in episode_ids:
@@ -149,7 +152,7 @@ class Leases:
                 known[group_id] = (
                     Task(group.source, group.row, group.epoch, self._context.fields(group.source, group.row)),
                     self._min_versions(group),
-                    {name: of_policy.sampling[group.purpose] for name, of_policy in plan.policies.items()},
+                    {name: of_policy.sampling[group.purpose] for name, of_policy in policies.items()},
                 )
             task, oldest, sampling = known[group_id]
             leases.append(
@@ -162,12 +165,13 @@ class Leases:
 
     def _min_versions(self, group: OpenGroup) -> dict[str, int]:
         """The oldest version of each policy that may play episodes of `group`."""
-        context = self._context
+        context, plan = self._context, self._context.plan
         if group.purpose == "eval":
-            return dict.fromkeys(context.plan.policies, version_of(group.group_id))
-        return {
-            name: max(0, context.state.policies[name].latest - plan.max_staleness)
-            for name, plan in context.plan.policies.items()
+            round_ = version_of(group.group_id)
+            return {name: plan.version_in(name, round_) for name in (*plan.policies, *plan.served)}
+        return dict.fromkeys(plan.served, 0) | {
+            name: max(0, context.state.policies[name].latest - policy.max_staleness)
+            for name, policy in plan.policies.items()
         }
 
     def commit(self, command: CommitEpisodes) -> dict[str, str]:

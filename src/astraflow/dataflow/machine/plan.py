@@ -28,6 +28,15 @@ class PolicyPlan(msgspec.Struct, frozen=True):
     tokens: int = 0  # a batch is full at this many sampled tokens too; 0: by groups only
     episodes: int = 0  # of a batch; 0: whole groups
     group_size: int = 1  # largest of the training sources
+    steps: int = 0  # that it makes
+    start: int = 0  # steps of the others before it is trained
+
+
+class ServedPlan(msgspec.Struct, frozen=True):
+    """What the machine needs of a policy that is only served."""
+
+    sampling: dict[Purpose, Sampling]
+    copy_of: str = ""  # policy whose versions its tokens are of; "": version 0 for good
 
 
 class EvalPlan(msgspec.Struct, frozen=True):
@@ -65,8 +74,13 @@ class Plan(msgspec.Struct, frozen=True):
     max_attempts: int
     dead_after_s: float
     batch_lease_s: float
-    policies: dict[str, PolicyPlan]
+    policies: dict[str, PolicyPlan]  # those that are trained
+    served: dict[str, ServedPlan]  # the others
     evaluation: EvalPlan | None
+
+    def version_in(self, policy: str, round_: int) -> int:
+        """The oldest version of a policy that may play in the evaluation round of this number."""
+        return max(0, round_ - self.policies[policy].start) if policy in self.policies else 0
 
 
 _ROWS_KEPT = 256
@@ -109,12 +123,34 @@ class Context:
 
     def finished_policy(self, policy: str) -> bool:
         """The policy has made all its steps."""
-        return self.state.policies[policy].latest >= self.plan.steps
+        return self.state.policies[policy].latest >= self.plan.policies[policy].steps
+
+    def waits(self, policy: str) -> bool:
+        """The policy is frozen until the others have made more steps."""
+        start = self.plan.policies[policy].start
+        if not start:
+            return False
+        others = (name for name, plan in self.plan.policies.items() if plan.start < start)
+        return any(self.progress(name) < start for name in others)
+
+    def takes_groups(self, policy: str) -> bool:
+        """Groups that are admitted now are for this policy too."""
+        return not self.finished_policy(policy) and not self.waits(policy)
+
+    def progress(self, policy: str) -> int:
+        """Where the policy stands between 0 and `run.steps`; -1: version 0 is not published."""
+        latest = self.state.policies[policy].latest
+        return latest + self.plan.policies[policy].start if latest >= 0 else -1
+
+    @property
+    def slowest(self) -> int:
+        """`progress` of the slowest policy."""
+        return min(map(self.progress, self.state.policies))
 
     @property
     def training_over(self) -> bool:
         """Every policy has made all its steps."""
-        return all(p.latest >= self.plan.steps for p in self.state.policies.values())
+        return all(map(self.finished_policy, self.state.policies))
 
 
 def plan_of(config: RunConfig, sources: Mapping[str, Source]) -> Plan:
@@ -146,7 +182,15 @@ def plan_of(config: RunConfig, sources: Mapping[str, Source]) -> Plan:
         max_attempts=config.workflow.max_attempts,
         dead_after_s=config.dataflow.dead_after_s,
         batch_lease_s=config.dataflow.batch_lease_s,
-        policies={name: _policy_plan(p, eval_temperature, largest) for name, p in config.policies.items()},
+        policies={
+            name: _policy_plan(p, eval_temperature, largest, config.steps_of(name))
+            for name, p in config.trained.items()
+        },
+        served={
+            name: ServedPlan(_sampling(p, eval_temperature), p.copy_of.policy if p.copy_of is not None else "")
+            for name, p in config.policies.items()
+            if not p.trained
+        },
         evaluation=evaluation,
     )
 
@@ -156,20 +200,23 @@ def _mix_plan(config: RunConfig) -> MixPlan:
     return MixPlan(section.ratios, section.schedule, section.steps or config.run.steps)
 
 
-def _policy_plan(policy: PolicySection, eval_temperature: float, max_group_size: int) -> PolicyPlan:
+def _sampling(policy: PolicySection, eval_temperature: float) -> dict[Purpose, Sampling]:
     s = policy.sampling
-    sampling = {
-        purpose: Sampling(temperature=t, top_p=s.top_p, top_k=s.top_k, max_tokens=s.max_tokens)
-        for purpose, t in (("train", s.temperature), ("eval", eval_temperature))
-    }
+    train = Sampling(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_tokens=s.max_tokens)
+    return {"train": train, "eval": msgspec.structs.replace(train, temperature=eval_temperature)}
+
+
+def _policy_plan(policy: PolicySection, eval_temperature: float, max_group_size: int, steps: int) -> PolicyPlan:
     batch = policy.batch
     return PolicyPlan(
         groups=batch.groups,
         max_staleness=batch.max_staleness,
         max_dropped_groups=batch.max_dropped_groups,
-        sampling=sampling,  # type: ignore[arg-type]
+        sampling=_sampling(policy, eval_temperature),
         order=batch.order,
         tokens=batch.tokens,
         episodes=batch.episodes,
         group_size=max_group_size,
+        steps=steps,
+        start=policy.frozen_steps,
     )

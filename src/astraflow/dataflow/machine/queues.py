@@ -70,7 +70,7 @@ class Queues:
     def take(self, name: str, trainer_id: str, version: int) -> BatchGrant | None:
         """The batch of step `version + 1`, formed now or before; None: not enough groups wait."""
         policy = self.current(name, trainer_id)
-        if version >= self._context.plan.steps:
+        if version >= self._context.plan.policies[name].steps:
             raise Refusal(410, f"policies.{name}.version={version} has reached run.steps; the run is over for it")
         step = version + 1
         if step not in policy.batches:
@@ -157,7 +157,7 @@ class Queues:
         policies = self._context.state.policies
         if name not in policies:
             raise Refusal(
-                404, f"policy={name} is not a policy of this run; known: {', '.join(policies)}", reason="unknown_policy"
+                404, f"policy={name} is not trained in this run; known: {', '.join(policies)}", reason="unknown_policy"
             )
         return policies[name]
 

@@ -180,6 +180,7 @@ class PolicyState(msgspec.Struct):
     dropped_in_row: int = 0  # since the last batch was formed
     failed_in_row: int = 0  # of those, groups whose episodes failed or had no reward
     operators: list[dict[str, Any]] = []  # operator states, filled for a snapshot
+    waited: dict[str, float] = {}  # seconds by what it did or waited for, see `serving.balance`
 
     @property
     def in_flight(self) -> int:
@@ -357,6 +358,7 @@ class State(msgspec.Struct):
     errors: dict[str, int] = {}  # kind -> committed episodes with such an error
     first_errors: dict[str, str] = {}  # kind -> the first such error, shortened
     codes: dict[str, CodeAccount] = {}  # version of the code -> its episodes, the one that was committed last is last
+    looked_at: float = 0.0  # when `serving.balance` was last told the time
     voids: dict[str, int] = {}  # kind of command -> those that raised while they were applied
     failure: Failed | None = None
     staged: dict[str, StagedGroup] = {}  # "<policy>/<group id>" -> a group that waits for stages

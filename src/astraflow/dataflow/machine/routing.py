@@ -115,8 +115,10 @@ class Routing:
         """The group with advantages or the reason for dropping it, and whether that is for want of scored episodes."""
         num_scored = sum(r is not None for r in seen.rewards)
         if num_scored < min(2, len(seen.rewards)):
-            unscored = zip(seen.rewards, seen.errors, strict=True)
-            return accounts.failure_reason(error for reward, error in unscored if reward is None), True
+            asked = [split_id(i)[1] in parts for i in seen.episode_ids]
+            unscored = zip(seen.rewards, seen.errors, asked, strict=True)
+            reason = accounts.failure_reason((error, called) for reward, error, called in unscored if reward is None)
+            return reason, reason != accounts.NOT_CALLED
 
         def read_tokens() -> list[list[Tokens]]:
             of_episode = [parts.get(split_id(i)[1]) for i in seen.episode_ids]

@@ -28,6 +28,8 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
         where = f"policies.{name}"
         fixed[f"{where}.model"] = policy["model"]
         fixed[f"{where}.lora"] = policy["lora"]
+        fixed[f"{where}.frozen"], fixed[f"{where}.copy_of"] = policy["frozen"], policy["copy_of"]
+        fixed[f"{where}.frozen_steps"] = policy["frozen_steps"]
         fixed[f"{where}.batch.groups"] = policy["batch"]["groups"]
         fixed[f"{where}.operators"] = policy["operators"]
         fixed[f"{where}.sampling.temperature"] = policy["sampling"]["temperature"]  # what waits is scored with it

@@ -23,6 +23,7 @@ def status(machine: Machine, now: float) -> dict[str, Any]:
         "failure": None if state.failure is None else {"kind": state.failure.kind, "error": str(state.failure)},
         "steps": machine.context.plan.steps,
         "policies": {name: _policy(machine, name, p, now) for name, p in state.policies.items()},
+        "served": {name: {"copy_of": p.copy_of} for name, p in machine.context.plan.served.items()},
         "accounting": {
             "admitted": state.admitted,
             "trained": state.trained,
@@ -85,6 +86,7 @@ def _policy(machine: Machine, name: str, policy: PolicyState, now: float) -> dic
             "in_flight": policy.in_flight,
         },
         "dropped_episodes": policy.dropped_episodes,
+        "waited_s": {cause: round(seconds, 3) for cause, seconds in policy.waited.items()},
         "replay": {"stored": len(policy.stored), "next": len(policy.selected), "replayed": policy.num_replayed},
         "batches": [
             {

@@ -39,7 +39,7 @@ class Limits:
                 max_logprob_gap=policy.trainer.max_logprob_gap,
                 tokens_per_microbatch=policy.batch.tokens_per_microbatch,
             )
-            for name, policy in config.policies.items()
+            for name, policy in config.trained.items()
         }  # fmt: skip
 
 

@@ -99,9 +99,10 @@ class TrainerSession:
         self.trainer_id = share.trainer_id or f"{policy}-{uuid.uuid4().hex[:12]}"
         self.run = self.patient(self._client.run, FIRST_ANSWER_S)
         self.config = config_from_json(msgspec.json.encode(self.run.config))
-        if policy not in self.config.policies:
-            known = ", ".join(self.config.policies)
-            raise ConfigError(self.run.run, [f"policy={policy!r} is not in the run; use one of {known}"])
+        if policy not in self.config.trained:
+            known = ", ".join(self.config.trained)
+            what = "is only served" if policy in self.config.policies else "is not in the run"
+            raise ConfigError(self.run.run, [f"policy={policy!r} {what}; use one of {known}"])
         self.version = -1  # newest that was acknowledged, or resumed at; -1: not resumed yet
         self.stats: dict[str, float] = {}  # finite ones go out with each heartbeat: gauges and counters of yours
         self.stores: dict[str, int] = {}  # URL -> newest version there, of stores that get it after it is announced

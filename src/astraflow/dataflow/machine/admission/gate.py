@@ -90,7 +90,7 @@ class Admission:
     @property
     def step(self) -> int:
         """Newest version of the slowest policy; 0 at the start."""
-        return max(0, min(p.latest for p in self._context.state.policies.values()))
+        return max(0, self._context.slowest)
 
     def shares(self) -> dict[str, float]:
         """Share of each training source now."""
@@ -143,7 +143,7 @@ class Admission:
         return all(
             policy.in_flight < self.limit(name)
             for name, policy in context.state.policies.items()
-            if not context.finished_policy(name)
+            if context.takes_groups(name)
         )
 
     def _able(self, share: dict[str, float]) -> list[str]:
@@ -197,7 +197,7 @@ class Admission:
         """Every source sleeps: the run fails unless something is under way."""
         context = self._context
         for name, policy in context.state.policies.items():
-            if context.finished_policy(name):
+            if not context.takes_groups(name):
                 continue
             if policy.in_flight > policy.num_waiting or self._ready(name, policy.latest):
                 return

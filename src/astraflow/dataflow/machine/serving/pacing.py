@@ -103,7 +103,7 @@ def limit(context: Context, name: str) -> int:
     of the last batches, for each of the S steps after it. f is never too small for the batch that a trainer waits for.
     """
     plan, policy = context.plan.policies[name], context.state.policies[name]
-    steps_left = context.plan.steps - policy.latest
+    steps_left = plan.steps - policy.latest
     if steps_left <= 0:
         return 0
     mean = fresh_groups(plan, policy)

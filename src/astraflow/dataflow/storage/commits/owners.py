@@ -21,7 +21,7 @@ class Owners(NamedTuple):
     """Whose the rows are."""
 
     policies: list[str]  # of each row
-    floors: dict[int, int]  # rows of evaluation -> oldest version that may have sampled them
+    rounds: dict[int, int]  # rows of evaluation -> the round that they are of
 
 
 def check_owners(
@@ -43,8 +43,8 @@ def check_owners(
     if said != wanted:
         for i, name in enumerate(_TASK):
             _compare(name, rows, [task[i] for task in wanted if task is not None])
-    floors = {g: version_of(g) for g, group in played.items() if group.purpose == "eval"}
-    floors_of_rows = {row: floors[g] for row, g in enumerate(group_ids) if g in floors} if floors else {}
+    rounds = {g: version_of(g) for g, group in played.items() if group.purpose == "eval"}
+    rounds_of_rows = {row: rounds[g] for row, g in enumerate(group_ids) if g in rounds} if rounds else {}
     names: list[str] = rows.column("policy").to_pylist()
     unknown = set(names).difference(policies)
     if unknown:
@@ -52,7 +52,7 @@ def check_owners(
         raise SchemaError(
             "column policy", names[row], f"is not a policy of this run (row {row})", "known: " + ", ".join(policies)
         )
-    return Owners(names, floors_of_rows)
+    return Owners(names, rounds_of_rows)
 
 
 def _from_header(header: EpisodesHeader, num_rows: int) -> tuple[list[str], list[int]]:

@@ -5,7 +5,7 @@ No per-token Python, and as few passes over the tokens as possible: this runs in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,7 @@ class Known(NamedTuple):
     newest: Mapping[str, int]  # policy -> newest weight version that anybody can have
     groups: Mapping[str, OpenGroup] = {}  # those whose episodes are played
     max_tokens: int = 1 << 18  # of one episode
+    floor: Callable[[str, int], int] = lambda policy, round_: round_  # oldest version of a policy in a round
 
 
 def row_facts(header: EpisodesHeader, table: pa.Table, known: Known) -> RowFacts:
@@ -48,12 +49,12 @@ def row_facts(header: EpisodesHeader, table: pa.Table, known: Known) -> RowFacts
     """
     rows = _one_batch(table)
     check_schema(rows, TRAJECTORY_SCHEMA, only=True)
-    names, floors = check_owners(header, rows, known.newest, known.groups)
+    names, rounds = check_owners(header, rows, known.newest, known.groups)
     lengths = list_lengths(rows.column("token_ids"))
     check_sizes(header, rows, lengths, known.max_tokens)
     counts, oldest, newest, calls, first_sampled = token_facts(rows, lengths)
     _check_versions(names, newest, known.newest)
-    _check_floors(oldest, floors)
+    _check_floors(names, oldest, rounds, known.floor)
     check_branches(header, rows, names, lengths)
     _check_context(rows, first_sampled)
     firsts = _first_rows(header, names)
@@ -80,9 +81,12 @@ def _check_versions(names: list[str], newest: np.ndarray, known: Mapping[str, in
         )  # fmt: skip
 
 
-def _check_floors(oldest: np.ndarray, floors: Mapping[int, int]) -> None:
+def _check_floors(
+    names: list[str], oldest: np.ndarray, rounds: Mapping[int, int], floor_of: Callable[[str, int], int]
+) -> None:
     """An evaluation round is of its version or newer ones. What is too old to be trained on is dropped and counted."""
-    for row, floor in floors.items():
+    for row, version in rounds.items():
+        floor = floor_of(names[row], version)
         if 0 <= oldest[row] < floor:
             raise SchemaError(
                 "column versions", int(oldest[row]), f"must be at least {floor}, as min_versions of its lease says "
