@@ -1,0 +1,206 @@
+"""The server of an engine: started and ended by the node, or one that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from astraflow.engines.served.http import Lost, Refused, Web
+from astraflow.engines.served.server import Server
+from astraflow.errors import EngineError, LaunchError
+from astraflow.observe.redact import redact_text
+
+log = logging.getLogger(__name__)
+_ASK_S, _POLL_S = 5.0, 0.1
+_END_S = 5.0  # from SIGTERM to SIGKILL
+_TAIL_BYTES, _TAIL_LINES = 16384, 12
+
+
+class Host(Protocol):
+    """Where a server comes from."""
+
+    starts_with_ours: bool
+    """A server that it has started has the weights of the engine's file."""
+
+    async def start(self) -> Server:
+        """One that answers. Raises: EngineError or LaunchError: none does; what to do."""
+
+    def ended(self) -> str | None:
+        """How its process ended; None: it runs, or cannot be looked at."""
+
+    def tail(self) -> str:
+        """The last lines of its log, "": none is known."""
+
+    async def stop(self) -> None:
+        """End it if it is ours."""
+
+    async def close(self) -> None:
+        """`stop`, and leave nothing behind."""
+
+
+class Command:
+    """How a kind of server is started on a port."""
+
+    def __init__(
+        self, kind: str, argv: Callable[[int], Sequence[str]], environment: Mapping[str, str],
+        open_server: Callable[[Web], Server], explain: Callable[[str], tuple[str, str] | None],
+    ) -> None:  # fmt: skip
+        """`explain`: (rule, fix) for the last lines of a log, None: nothing is known of them."""
+        self.kind, self.argv, self.environment = kind, argv, environment
+        self.open_server, self.explain = open_server, explain
+
+
+class Launched:
+    """A process of this host. It ends with the node, however the node ends: its standard input closes then."""
+
+    starts_with_ours = True
+
+    def __init__(self, command: Command, port: int, ready_s: float, key: str | None = None) -> None:
+        """`port`: 0 takes a free one at each start. `ready_s`: from start to the first answer."""
+        self._command, self._port, self._ready_s, self._key = command, port, ready_s, key
+        handle, name = tempfile.mkstemp(prefix=f"astraflow-{command.kind}-{os.getpid()}-", suffix=".log")
+        os.close(handle)
+        self.log_file = Path(name)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> Server:
+        """Raises: EngineError: it will end so at every start. LaunchError: it was not ready in time."""
+        port = self._free_port()
+        began = time.monotonic()
+        self._process = self._open(port)
+        log.info("%s starts on port %d, log %s", self._command.kind, port, self.log_file)
+        web = Web(f"http://127.0.0.1:{port}", self._key)
+        while time.monotonic() - began < self._ready_s:
+            if (how := self.ended()) is not None:
+                await self.stop()
+                raise self._failed(how)
+            if await answers(web):
+                log.info("%s is ready after %.1f s", self._command.kind, time.monotonic() - began)
+                return self._command.open_server(web)
+            await asyncio.sleep(_POLL_S)
+        await self.stop()
+        raise LaunchError(
+            self._command.kind, f"{self._ready_s:g} s", f"passed without an answer; {self.tail()}",
+            "raise engine.ready_s if it only needs longer",
+        )  # fmt: skip
+
+    def ended(self) -> str | None:
+        """By a signal or with a code."""
+        code = None if self._process is None else self._process.poll()
+        if code is None:
+            return None
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+    def tail(self) -> str:
+        """Without secrets."""
+        with self.log_file.open("rb") as file:
+            file.seek(max(0, self.log_file.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
+        text = redact_text("\n".join(line[:400] for line in lines))
+        return f"last lines of {self.log_file}:\n{text}\n" if text else f"its log {self.log_file} is empty"
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL to it and all its children."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        try:
+            os.killpg(process.pid, signal.SIGTERM)
+            await asyncio.to_thread(process.wait, _END_S)
+        except subprocess.TimeoutExpired:
+            log.info("%s does not end by SIGTERM", self._command.kind)
+        except ProcessLookupError:
+            log.debug("%s is gone already", self._command.kind)
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # its children too, where it left some
+        except (ProcessLookupError, PermissionError):
+            log.debug("%s left nobody", self._command.kind)
+        process.stdin.close()
+        await asyncio.to_thread(process.wait, _END_S)
+
+    async def close(self) -> None:
+        """The log stays where the server failed."""
+        clean = self.ended() is None
+        await self.stop()
+        if clean:
+            self.log_file.unlink(missing_ok=True)
+
+    def _open(self, port: int) -> subprocess.Popen[bytes]:
+        with self.log_file.open("ab") as output:
+            return subprocess.Popen(
+                list(self._command.argv(port)), stdin=subprocess.PIPE, stdout=output, stderr=output,
+                env=dict(self._command.environment), start_new_session=True,
+            )  # fmt: skip
+
+    def _free_port(self) -> int:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(("127.0.0.1", self._port))
+            except OSError as error:
+                raise EngineError(
+                    "engine.port", self._port, f"cannot be had ({error.strerror})",
+                    "end what uses it, or leave engine.port out for a free one",
+                ) from error  # fmt: skip
+            number: int = sock.getsockname()[1]
+            return number
+
+    def _failed(self, how: str) -> EngineError:
+        tail = self.tail()
+        rule, fix = self._command.explain(tail) or (how, "see its log")
+        return EngineError(self._command.kind, how, f"at its start: {rule}; {tail}", fix)
+
+
+class Attached:
+    """A server that somebody else runs."""
+
+    starts_with_ours = False
+
+    def __init__(self, kind: str, url: str, open_server: Callable[[Web], Server], ready_s: float, key: str | None):
+        self._kind, self._url, self._ready_s = kind, url, ready_s
+        self._open_server, self._key = open_server, key
+
+    async def start(self) -> Server:
+        """Waits for it. Raises: LaunchError: it does not answer."""
+        web, began = Web(self._url, self._key), time.monotonic()
+        while time.monotonic() - began < self._ready_s:
+            if await answers(web):
+                return self._open_server(web)
+            await asyncio.sleep(_POLL_S)
+        raise LaunchError(
+            "engine.url", self._url, f"gave no answer within {self._ready_s:g} s",
+            f"start the {self._kind} server there, or raise engine.ready_s",
+        )  # fmt: skip
+
+    def ended(self) -> str | None:
+        """Unknown."""
+        return None
+
+    def tail(self) -> str:
+        """Unknown."""
+        return ""
+
+    async def stop(self) -> None:
+        """It is not ours."""
+
+    async def close(self) -> None:
+        """It is not ours."""
+
+
+async def answers(web: Web) -> bool:
+    """Its `/health` says that it is well."""
+    try:
+        await web.ask("GET", "/health", within_s=_ASK_S)
+    except (Lost, Refused):
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""What an engine asks of a server, whatever its kind: one class for each kind, in the folder of that kind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from astraflow.types import Sampling
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """One generation, or what is left of one."""
+
+    request_id: str  # its own, also when a generation goes on elsewhere
+    token_ids: np.ndarray  # [P] int32, prompt and what was sampled before
+    sampling: Sampling
+    max_tokens: int
+    stop_token_ids: Sequence[int]  # EOS included: nothing else ends it but the length
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Sampled tokens [start, end) of one request are of `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """More of a generation. ids and logprobs have equal length."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None = None  # "stop" or "length" in the last piece
+    spans: list[Span] | None = None  # in the last piece: what the server says of all tokens; None: it does not say
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """The weights that a server's forward pass uses, beside those of a file."""
+
+    compared: int
+    differing: Sequence[str] = ()
+    unknown: Sequence[str] = ()  # could not be looked at
+
+
+class Server(Protocol):
+    """A server that answers. Raises of all methods: `http.Lost`, `http.Refused`."""
+
+    async def look(self) -> int:
+        """Longest prompt plus generation in tokens. Raises: EngineError: it lacks something that an engine needs."""
+
+    def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+        """As it is sampled. Closing the iterator ends the generation at the server."""
+
+    async def pause(self) -> Mapping[str, int] | None:
+        """From here on nothing is sampled. Gives how many tokens each unfinished request has sampled, by the id of its
+        `Ask`; None: generations were ended, what is left of them has to be asked for again."""
+
+    async def load(self, path: Path, version: int) -> None:
+        """Take the weights of the file; caches of older ones are gone. Paused."""
+
+    async def resume(self) -> None:
+        """Go on."""
+
+    async def label(self, version: int) -> None:
+        """The weights that it was started with are of `version`."""
+
+    async def compare(self, path: Path) -> Comparison:
+        """Look at the weights that it uses."""
+
+    async def gauges(self) -> dict[str, float]:
+        """How busy it is: server_running, server_waiting, kv_usage (0 to 1). Also how it is known to be alive."""

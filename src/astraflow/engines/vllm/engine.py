@@ -1,0 +1,117 @@
+"""The engine `vllm`: a vLLM server that the node starts, or one that runs already."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from astraflow.config.env import secret_from_env
+from astraflow.engines.requests import require
+from astraflow.engines.served.engine import Model, ServedEngine
+from astraflow.engines.served.http import Web
+from astraflow.engines.served.keeper import Limits
+from astraflow.engines.served.process import Attached, Command, Host, Launched
+from astraflow.engines.served.shadow import Shadow
+from astraflow.engines.vllm.command import Argument, argv, check_arguments, environment, explain, look_at
+from astraflow.engines.vllm.protocol import VllmServer
+from astraflow.errors import EngineError
+from astraflow.models.chat import eos_ids
+
+
+class _Config(msgspec.Struct):
+    vocab_size: int | None = None
+    text_config: _TextConfig | None = None
+
+
+class _TextConfig(msgspec.Struct):
+    vocab_size: int | None = None
+
+
+class VllmEngine(ServedEngine):
+    """vLLM of a Python environment of its own.
+
+    Args: model_dir: a Hugging Face directory; python: the interpreter that has vLLM, "": this one; args, env: further
+    options of `vllm serve` and variables; port: 0 takes a free one; url: of a server that runs already, which is then
+    neither started nor ended; key_env: name of the variable with that server's API key; share: a directory that node
+    and server both see, "": chosen; max_concurrency: requests decoded at once; max_context: 0 is the model's own limit;
+    threads: of each server process, on a CPU; seed: of requests that bring none; delay_s: before each request;
+    kv_after_swap: what becomes of the keys and values of running requests when weights change; ready_s: from start to
+    the first answer; hang_s: without a token, until a server counts as hung; max_restarts: within half an hour.
+    Raises: ModelError, EngineError, LaunchError: there is no such server; nothing is left of it.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path | str,
+        *,
+        python: str = "",
+        args: dict[str, Argument] | None = None,
+        env: dict[str, str] | None = None,
+        port: int = 0,
+        url: str = "",
+        key_env: str = "",
+        share: str = "",
+        dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
+        max_concurrency: int = 64,
+        max_context: int = 0,
+        threads: int = 1,
+        seed: int = 0,
+        delay_s: float = 0.0,
+        kv_after_swap: Literal["recompute", "keep"] = "recompute",
+        ready_s: float = 600.0,
+        hang_s: float = 300.0,
+        max_restarts: int = 3,
+    ) -> None:
+        require("engine.max_concurrency", max_concurrency, max_concurrency >= 1, "must be >= 1", "use 64")
+        require("engine.max_context", max_context, max_context == 0 or max_context >= 2, "must be >= 2", "use 0")
+        require("engine.threads", threads, threads >= 1, "must be >= 1", "use 1")
+        require("engine.delay_s", delay_s, 0 <= delay_s < math.inf, "must be >= 0", "use 0 for none")
+        require("engine.ready_s", ready_s, 0 < ready_s < math.inf, "must be > 0", "use 600")
+        require("engine.hang_s", hang_s, 0 < hang_s < math.inf, "must be > 0", "use 300")
+        require("engine.max_restarts", max_restarts, max_restarts >= 0, "must be >= 0", "use 3")
+        known = kv_after_swap in ("recompute", "keep")
+        require("engine.kv_after_swap", kv_after_swap, known, "must be recompute or keep", "use recompute")
+        directory, python, args = Path(model_dir), python or sys.executable, args or {}
+        key = secret_from_env(key_env) if key_env else None
+        if url:
+            alone = not (args or env or port)
+            require("engine.url", url, alone, "cannot be with args, env or port", "set them where that server starts")
+        else:
+            check_arguments(args)
+            look_at(python)
+        model = Model(stop_ids=eos_ids(directory), vocab_size=_vocab_size(directory), max_context=max_context)
+        shadow = Shadow(directory, dtype, share)
+
+        def open_server(web: Web) -> VllmServer:
+            return VllmServer(web, shadow.path, dtype, recompute=kv_after_swap == "recompute")
+
+        host: Host
+        if url:
+            host = Attached("vllm", url, open_server, ready_s, key)
+        else:
+            settings: dict[str, Argument] = {"dtype": dtype, "seed": seed % 2**31, "max_num_seqs": max_concurrency}
+            if max_context:
+                settings["max_model_len"] = max_context
+            command = Command(
+                "vllm", lambda number: argv(python, shadow.directory, number, settings, args),
+                environment(python, threads, env or {}), open_server, explain,
+            )  # fmt: skip
+            host = Launched(command, port, ready_s, key)
+        limits = Limits(hang_s=hang_s, max_restarts=max_restarts)
+        super().__init__(host, shadow, model, limits, delay_s=delay_s)
+
+
+def _vocab_size(directory: Path) -> int:
+    try:
+        config = msgspec.json.decode((directory / "config.json").read_bytes(), type=_Config)
+    except (OSError, msgspec.DecodeError) as error:
+        raise EngineError("model", str(directory), f"has no config ({error})", "give a model directory") from error
+    nested = config.text_config.vocab_size if config.text_config is not None else None
+    size = config.vocab_size or nested
+    if size is None:
+        raise EngineError("config.json vocab_size", None, "is missing", "give a model directory with it")
+    return size
