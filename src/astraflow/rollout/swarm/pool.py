@@ -222,9 +222,13 @@ class SwarmPool:
             held = self._held.get(episode_id)
             if held is not None and (held.attempt, held.client) == (attempt, client):
                 held.heard = now
-            else:
+            elif not self._handed_in(client, episode_id, attempt):  # such a heartbeat was under way meanwhile
                 gone.append((episode_id, attempt))
         return gone
+
+    def _handed_in(self, client: str, episode_id: str, attempt: int) -> bool:
+        over = self.records.over(episode_id, attempt)
+        return over is not None and over.client == client and over.ending in ("done", "failed", "aborted")
 
     def expire(self) -> None:
         """Call it now and then: give back what is in silent hands, end what took too long."""

@@ -291,6 +291,17 @@ def test_a_cancelled_episode_is_not_kept_and_its_client_hears_so(bench, plain):
     assert not bench.episodes and not bench.returned
 
 
+def test_a_heartbeat_that_crosses_a_finish_cancels_nothing(bench, plain):
+    done, failed = plain.lease(2)
+    plain.call(done)
+    plain.say(done, "finish", reward=1.0)
+    plain.say(failed, "fail", error="tool: broken")
+    beat = {"client": "c", "playing": [[done["episode_id"], 1], [failed["episode_id"], 1]]}
+    assert plain.send("POST", "/swarm/heartbeat", beat)[1]["cancelled"] == []
+    other = plain.send("POST", "/swarm/heartbeat", {**beat, "client": "d"})[1]["cancelled"]
+    assert other == beat["playing"]
+
+
 def test_the_end_of_the_run_is_said_to_who_waits_and_who_comes():
     with DoorBench() as bench:
         plain, answers = Plain(bench.url), []
