@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from astraflow.errors import EpisodeError
 from astraflow.types import Message
 
+T = TypeVar("T")
 Ask = Callable[[bytes], Awaitable[tuple[int, bytes]]]
 """Sends the JSON of one request to the gateway; gives status and JSON."""
 
@@ -179,6 +180,16 @@ class LLM:
     def __init__(self, policy: str, ask: Ask, base_url: str, api_key: str) -> None:
         self.chat = Chat(policy, ask)
         self.base_url, self.api_key = base_url, api_key
+
+
+class Policies(dict[str, T]):
+    """`llm` of a workflow: policy -> its client."""
+
+    def __missing__(self, policy: str) -> T:
+        raise EpisodeError(
+            f"workflow: llm[{policy!r}] is not a policy of this run; known: {', '.join(sorted(self))}; declare "
+            f"[policies.{policy}]"
+        )
 
 
 class BlockingLLM:

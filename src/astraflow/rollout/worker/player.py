@@ -29,7 +29,7 @@ from astraflow.rollout.worker.channel import (
     Ready,
     Start,
 )
-from astraflow.rollout.worker.client import LLM, BlockingLLM
+from astraflow.rollout.worker.client import LLM, BlockingLLM, Policies
 from astraflow.rollout.worker.code import Code
 from astraflow.rollout.worker.output import Budget
 from astraflow.types import Outcome
@@ -160,10 +160,10 @@ class Worker:
                 raise
 
         url = self._hello.base_url
-        llm = {policy: LLM(policy, ask, url, start.key) for policy in self._hello.policies}
+        llm = Policies({policy: LLM(policy, ask, url, start.key) for policy in self._hello.policies})
         if not self._blocking:
             return await self._play(start.task, llm)
-        blocking = {policy: BlockingLLM(client, self._loop) for policy, client in llm.items()}
+        blocking = Policies({policy: BlockingLLM(client, self._loop) for policy, client in llm.items()})
         play, task, context = self._play, start.task, contextvars.copy_context()
         thread, future = start_in_thread(lambda: context.run(play, task, blocking), f"episode-{start.slot}")
         threads.append(thread)

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from astraflow.contracts import LLM, Game
-from astraflow.errors import EpisodeError, Problem
+from astraflow.errors import Problem
 from astraflow.types import Message, Outcome, Task
 from astraflow.workflows.load import factory
+from astraflow.workflows.questions import guarded, user
 from astraflow.workflows.roles import ByRoles, at_least
 
 
@@ -41,22 +42,17 @@ class SelfPlay(ByRoles):
         opponent = self._opponents[(task.row + task.epoch) % len(self._opponents)]
         mirror = opponent == self._player
         sides = [f"{name}@{side}" if mirror else name for side, name in enumerate((self._player, opponent))]
-        try:
-            game = cast(Game, self._game())
-            game.start(task)
-            talks: list[list[Message]] = [[], []]
-            moves = 0
-            while (side := game.turn) is not None and moves < self._max_moves:
-                talks[side].append({"role": "user", "content": game.view(side)})
-                reply = await llm[sides[side].partition("@")[0]].chat(talks[side], model=sides[side])
-                talks[side].append(reply.message)
-                game.move(side, (reply.content or "").strip())
-                moves += 1
-            scores = [game.score(side) for side in (0, 1)]
-        except EpisodeError:
-            raise
-        except Exception as error:
-            raise EpisodeError(f"environment: {type(error).__name__}: {error}") from error
+        game = cast(Game, guarded(self._game))
+        guarded(game.start, task)
+        talks: list[list[Message]] = [[], []]
+        moves = 0
+        while (side := game.turn) is not None and moves < self._max_moves:
+            talks[side].append(user(guarded(game.view, side)))
+            reply = await llm[sides[side].partition("@")[0]].chat(talks[side], model=sides[side])
+            talks[side].append(reply.message)
+            guarded(game.move, side, (reply.content or "").strip())
+            moves += 1
+        scores = [guarded(game.score, side) for side in (0, 1)]
         rewards: dict[str, float | None] = {
             name: score for name, score, talk in zip(sides, scores, talks, strict=True) if talk
         }
