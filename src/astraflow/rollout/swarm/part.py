@@ -67,7 +67,7 @@ class Swarm:
             step_timeout_s=options.step_timeout_s,
         )  # fmt: skip
         self.runner = Runner(plays, gateway, engines, self.pool, on_episode, newest, self._on_given_back)
-        more = Trials(gateway, options.trials).routes() if options.trials is not None else []
+        more = Trials(gateway, engines, options.trials).routes() if options.trials is not None else []
         facts = DoorFacts(policies=gateway.policies, waiting=self._waiting, more=more)
         self.door = create_door(self.pool, create_app(gateway), self._signs, facts, options.token)
         self._changed = asyncio.Event()

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from astraflow.config.schema import RunConfig
+from astraflow.contracts import Engine
 from astraflow.errors import EpisodeError, WireError
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.gateway.endpoint import Chat
@@ -61,8 +62,8 @@ class _Open:
 class Trials:
     """All methods run on the node's loop."""
 
-    def __init__(self, gateway: Gateway, options: TrialOptions) -> None:
-        self._gateway, self._options = gateway, options
+    def __init__(self, gateway: Gateway, engines: Mapping[str, Engine], options: TrialOptions) -> None:
+        self._gateway, self._engines, self._options = gateway, engines, options
         self._open: dict[str, _Open] = {}
         self._numbers = itertools.count(1)
 
@@ -76,6 +77,9 @@ class Trials:
         body, options = await read_json(request, TrialRequest), self._options
         if len(self._open) >= _MOST:
             raise HttpError(409, f"trials={len(self._open)} is the most at once; finish one", "SwarmError")
+        if unborn := sorted(name for name, engine in self._engines.items() if engine.version < 0):
+            said = f"policy={unborn[0]} has no weights yet; ask again once its trainer has published some"
+            raise HttpError(503, said, "SwarmError")
         try:
             task = await in_thread(lambda: options.row(body.source or options.source, body.row), "row")
         except WireError as error:

@@ -93,6 +93,8 @@ def test_the_host_that_the_client_used_is_in_the_base_url(bench, plain):
         ({"rewards_per_call": [1.0]}, "must name a policy"),
         ({"reward": 1.0, "rewards": {"actor": 1.0}}, "one of them"),
         ({"reward": 1e39}, "3.4"),
+        ({"rewards": {}}, "must be given"),
+        ({"rewards_per_call": []}, "must be given"),
         ({"reward": 1.0, "metrics": {"a": None}}, "metrics"),
     ],
 )
@@ -199,6 +201,13 @@ def test_a_foreign_and_an_unknown_episode_are_refused_by_name(bench, plain):
 def test_a_malformed_lease_request_is_refused(plain, body, status):
     got, reply = plain.send("POST", "/swarm/leases", body)
     assert got == status and "PlaysRequest" in reply["error"]
+
+
+def test_json_that_is_nested_too_deeply_is_malformed(plain):
+    status, reply = plain.send(
+        "POST", "/swarm/leases", raw=b'{"client": "c", "more": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+    )
+    assert status == 422 and "PlaysRequest" in reply["error"]
 
 
 def test_only_json_is_taken_and_other_paths_are_said_not_to_exist(plain):
@@ -353,3 +362,8 @@ def test_the_document_of_the_door_names_every_route_and_no_other(bench, plain):
         for method in route.methods - {"HEAD"}
     }
     assert asked == served
+
+
+def test_a_trial_waits_for_the_first_weights(bench, plain):
+    status, reply = plain.send("POST", "/swarm/trials", {"row": 1})
+    assert status == 503 and "policy=actor has no weights yet" in reply["error"]
