@@ -134,7 +134,7 @@ def find(room: str, type_name: str, where: str) -> str:
         hint = f"did you mean '{near[0]}'? " if near else ""
         raise Problem(
             where, type_name, f"is not a known name of {room}",
-            f"{hint}known: {', '.join(sorted(table))}; or give 'package.module:Object' "
+            f"{hint}known: {', '.join(sorted(table))}; or give 'FILE.py:NAME' or 'package.module:Object' "
             f"(no entry point astraflow.{room} has this name either)",
         )  # fmt: skip
     return path
@@ -151,7 +151,7 @@ def resolve(room: str, type_name: str, where: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise Problem(
             where, type_name, f"cannot be imported ({error})",
-            "check the spelling 'package.module:Object' and that the package is installed and on PYTHONPATH",
+            "check the spelling, 'FILE.py:NAME' or 'package.module:Object', and that what it imports is installed",
         ) from error  # fmt: skip
 
 
@@ -160,6 +160,8 @@ def _module(name: str) -> ModuleType:
     if not name.endswith(".py"):
         return importlib.import_module(name)
     path = Path(name).resolve()
+    if not path.is_file():
+        raise ImportError(f"there is no file {path}")
     if (folder := str(path.parent)) not in sys.path:
         sys.path.insert(0, folder)
     module = importlib.import_module(path.stem)
