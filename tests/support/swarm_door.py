@@ -62,13 +62,16 @@ def _row(source: str, number: int) -> Task:
 class DoorBench:
     """`leases` are handed out as clients ask; what goes back is offered again as the next attempt."""
 
-    def __init__(self, leases: Sequence[EpisodeLease] = (), *, dead_after_s: float = 20.0, token: str | None = None):
+    def __init__(
+        self, leases: Sequence[EpisodeLease] = (), *, dead_after_s: float = 20.0, token: str | None = None,
+        version: int = 0,
+    ) -> None:  # fmt: skip
         self.pending = list(leases)
         self.episodes: list[Episode] = []
         self.returned: list[tuple[str, int, bool]] = []
         self.url = ""
         self._known = {each.episode_id: each for each in leases}
-        self._dead_after_s, self._token = dead_after_s, token
+        self._dead_after_s, self._token, self._version = dead_after_s, token, version
         self._port = 0
         self._start()
 
@@ -121,6 +124,8 @@ class DoorBench:
     async def _main(self, started: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         engines = {name: ScriptedEngine(two) for name in ("actor", "critic")}
+        for engine in engines.values():
+            engine.load_weights(self._version, {})
         gateway = Gateway({n: PolicyEndpoint(e, Letters(), BracketParser()) for n, e in engines.items()})
         options = SwarmOptions(
             node_id="n", dead_after_s=self._dead_after_s, max_episodes=100, max_episode_tokens=1000, token=self._token,

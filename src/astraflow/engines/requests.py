@@ -10,6 +10,8 @@ import numpy as np
 from astraflow.errors import EngineError
 from astraflow.types import Sampling
 
+GREEDY_BELOW = 1e-5  # a temperature below it is taken as 0: logits divided by less would not be finite
+
 
 def checked_prompt(prompt_ids: Sequence[int] | np.ndarray, max_context: int, vocab_size: int) -> np.ndarray:
     """[P] int32. Raises: EngineError: empty, longer than `max_context - 1`, or not ids of the model."""

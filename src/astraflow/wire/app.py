@@ -221,7 +221,7 @@ async def read_json(request: Request, kind: type[T]) -> T:
     body = await read_body(request)
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:  # the second: nested too deeply
         raise HttpError(
             422, f"body={bytes(body[:80])!r} must be a {kind.__name__} ({error}); see docs/protocol.md"
         ) from error

@@ -64,6 +64,21 @@ def test_rows_of_different_temperatures_do_not_mix(endless_dir: Path) -> None:
             np.testing.assert_allclose(generation.logprobs, expected, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("told", [None, 1e-320, 0.7])
+@pytest.mark.parametrize("temperature", [1e-320, 1e-9])
+def test_a_temperature_that_no_logit_can_be_divided_by_is_greedy(
+    endless_dir: Path, temperature: float, told: float | None
+) -> None:
+    prompt = prompts(1)[0]
+    with running(endless_dir) as engine:
+        greedy = Sampling(temperature=0.0, logprob_temperature=0.7 if told == 0.7 else None, max_tokens=9)
+        expected = engine.submit("0", prompt, greedy).result(60)
+        tiny = Sampling(temperature=temperature, logprob_temperature=told, max_tokens=9)
+        found = engine.submit("1", prompt, tiny).result(60)
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("kind", ["endless_dir", "llama_dir"])
 def test_greedy_takes_what_generate_takes(kind: str, request: pytest.FixtureRequest) -> None:
     directory: Path = request.getfixturevalue(kind)

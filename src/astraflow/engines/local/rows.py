@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from astraflow.contracts import TokenSink
+from astraflow.engines.requests import GREEDY_BELOW
 from astraflow.types import FinishReason, Generation, Sampling
 
 _ROW = np.dtype(
@@ -81,10 +82,11 @@ class Rows:
             self._tokens = _widened(self._tokens, max(limit, self._tokens.shape[1] * 3 // 2), 0)
         if len(sampling.stop_token_ids) > self._stops.shape[1]:
             self._stops = _widened(self._stops, len(sampling.stop_token_ids), -1)
-        temperature, told = sampling.temperature, sampling.logprob_temperature
+        temperature = sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0
+        told = temperature if sampling.logprob_temperature is None else sampling.logprob_temperature
         self._records[row] = (
             size, size, limit, sampling.top_k, request.key, version, temperature,
-            (temperature or 1.0) if told is None else told, sampling.top_p,
+            told if told >= GREEDY_BELOW else 1.0, sampling.top_p,
         )  # fmt: skip
         self._tokens["id"][row, :size] = request.prompt_ids
         self._stops[row] = -1

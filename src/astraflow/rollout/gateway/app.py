@@ -28,7 +28,7 @@ def create_app(gateway: Gateway) -> Starlette:
     routes = [route for dialect in _DIALECTS for route in dialect.routes(gateway)]
     return Starlette(
         routes=[*routes, Route("/health", _health)],
-        exception_handlers={AstraFlowError: _on_error, HTTPException: _on_http_error},
+        exception_handlers={AstraFlowError: _on_error, HTTPException: _on_http_error, Exception: _on_fault},
     )
 
 
@@ -39,6 +39,11 @@ async def _health(request: Request) -> Response:
 def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, AstraFlowError)
     return error_reply(request, error)
+
+
+def _on_fault(request: Request, error: Exception) -> Response:
+    """A fault of ours has the form of the dialect too; its traceback is in the log, where the server puts it."""
+    return error_reply(request, AstraFlowError(f"gateway={type(error).__name__} inside; see the log of the node"))
 
 
 def _on_http_error(request: Request, error: Exception) -> Response:

@@ -6,13 +6,16 @@ Unknown request fields are ignored, as SDKs send many. Extras beyond OpenAI: `to
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from astraflow.errors import AstraFlowError, GatewayError
 from astraflow.types import Message
+
+T = TypeVar("T")
 
 
 class ChatRequest(msgspec.Struct, kw_only=True):
@@ -194,12 +197,15 @@ def read_request(body: bytes) -> ChatRequest:
 
     Raises: GatewayError: not JSON, or a field of a wrong type.
     """
+    return decoded(_decode_request, body, "a chat completion request", "send OpenAI's JSON")
+
+
+def decoded(decode: Callable[[bytes], T], body: bytes, what: str, fix: str) -> T:
+    """The body of a request. Raises: GatewayError (400): it is not `what`, or nested too deeply to be read."""
     try:
-        return _decode_request(body)
-    except msgspec.DecodeError as error:
-        raise GatewayError(
-            "body", body[:80], f"is not a chat completion request ({error})", "send OpenAI's JSON"
-        ) from error  # fmt: skip
+        return decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise GatewayError("body", body[:80], f"is not {what} ({error})", fix) from error
 
 
 def failure(error: AstraFlowError) -> tuple[int, bytes]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
+import xxhash
 
 from astraflow.contracts import Engine
 from astraflow.rollout.gateway.calls.options import check_tools
@@ -65,7 +66,7 @@ class PolicyEndpoint:
 
     def _check_tools(self, tools: list[dict[str, Any]]) -> None:
         """Equal tools are looked at once."""
-        key = msgspec.json.encode(tools)
+        key = xxhash.xxh3_128_digest(msgspec.json.encode(tools))
         if key not in self._good_tools:
             check_tools(tools)
             _keep(self._good_tools, key, None)

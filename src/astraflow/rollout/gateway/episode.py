@@ -54,14 +54,13 @@ class PolicyCapture:
 
 
 class OpenEpisode:
-    __slots__ = ("called", "captures", "lease", "num_calling", "responses", "retries", "runs")
+    __slots__ = ("called", "captures", "lease", "responses", "retries", "runs")
 
     def __init__(self, lease: EpisodeLease, captures: dict[str, PolicyCapture]) -> None:
         self.lease, self.captures = lease, captures
         self.runs: list[Run] = []  # in flight
         self.responses = ResponseStore()
         self.retries: Retries | None = None  # until a request comes that may be repeated
-        self.num_calling = 0
         self.called = time.monotonic()  # when the last call ended, or the episode began
 
 

@@ -127,9 +127,9 @@ def _arguments(text: str) -> tuple[str, Any]:
 def _parse(text: str) -> tuple[str, Any]:
     try:
         value = msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
+        return msgspec.json.encode(_whole_numbers(value), order="sorted").decode(), value
+    except (msgspec.DecodeError, RecursionError):  # nested too deeply is as good as no JSON
         return text, text
-    return msgspec.json.encode(_whole_numbers(value), order="sorted").decode(), value
 
 
 _parse_cached = functools.lru_cache(maxsize=1024)(_parse)

@@ -7,6 +7,7 @@ Text is held back only while it may belong to a call. Ids are deterministic: `ca
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -266,7 +267,18 @@ def parser_for(name: str, chat: Renderer, where: str = "tool_parser") -> ToolPar
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _BRACKET = re.compile(r"\[[^\[\]]*\]?")
-_DECODER = json.JSONDecoder()
+UNREADABLE = (ValueError, msgspec.DecodeError, RecursionError)
+"""What reading a call raises: no JSON, not that of a call, half of a surrogate pair, nested too deeply."""
+
+
+def _finite(text: str) -> float:
+    """Python reads NaN and 1e999, which are no JSON numbers."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(text)
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 _BRACE = re.compile(r"\s*(\{.*)?", re.DOTALL)
 _LLAMA_PROBE = re.compile(r'\{"name": "calc", "parameters": \{"expr": "1\+1"\}\}')
 _PROBE_TOOL = {
@@ -310,7 +322,7 @@ def _hermes_call(text: str) -> FunctionCall | None:
     try:
         call = msgspec.json.decode(text.strip(), type=_HermesCall)
         return function_call(call.name, call.arguments)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
 
 
@@ -321,9 +333,9 @@ def _llama_calls(text: str) -> list[FunctionCall] | None:
         try:
             value, end = _DECODER.raw_decode(rest)
             call = msgspec.convert(value, _LlamaCall)
-        except (ValueError, msgspec.ValidationError):
+            functions.append(function_call(call.name, call.parameters))
+        except UNREADABLE:
             return None
-        functions.append(function_call(call.name, call.parameters))
         rest = rest[end:].lstrip("; \n")
     return functions or None
 
@@ -343,4 +355,5 @@ def _only_string_parameter(function: dict[str, Any]) -> str | None:
     if len(properties) != 1:
         return None
     name, schema = next(iter(properties.items()))
-    return str(name) if schema.get("type", "string") == "string" else None
+    kind = schema.get("type", "string") if isinstance(schema, dict) else schema  # true and false are schemas too
+    return str(name) if kind in ("string", True) else None

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -25,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from astraflow.errors import EpisodeError, GatewayError
 from astraflow.rollout.gateway.contexts import policy_of
 from astraflow.rollout.gateway.core import Gateway
+from astraflow.rollout.gateway.dialects.http import unless_gone
 from astraflow.rollout.swarm.pool import Held, SwarmPool
 from astraflow.types import Outcome, error_kind
 from astraflow.wire.app import HttpError, create_app, json_reply, path_id, read_json
@@ -124,7 +124,7 @@ class _Endpoints:
         client = self._pool.records.clients[body.client]
         self._pool.records.introduce(client, body.name, body.version, body.code)
         try:
-            held = await _unless_gone(request, self._pool.ask(body))
+            held = await unless_gone(request, self._pool.ask(body))
         except asyncio.CancelledError:  # by the server, which stops
             said = "door=stopping gives nothing any more; ask again when it is back"
             return json_reply(Failure(said, "SwarmError"), 503)
@@ -197,29 +197,11 @@ class _Endpoints:
         return msgspec.structs.replace(over.reply, result="duplicate")
 
 
-async def _unless_gone(request: Request, asking: Coroutine[Any, Any, list[Held]]) -> list[Held]:
-    """What `asking` gives; it is cancelled when the client hangs up meanwhile."""
-    work, gone = asyncio.ensure_future(asking), asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise HttpError(499, "connection=closed was closed by the client; lease again", "SwarmError")
-        return work.result()
-    finally:
-        gone.cancel()
-        work.cancel()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 def _outcome(body: m.Finish, policies: list[str]) -> Outcome:
     """What the client says of its episode. Raises: HttpError: 422; the episode goes on."""
     unset = msgspec.UNSET
     reward, rewards, per_call = body.reward, body.rewards, body.rewards_per_call
-    if reward is unset and rewards is unset and per_call is unset:
+    if reward is unset and not (rewards or per_call):  # unset, or empty
         raise _malformed(
             "reward=missing must be given; send reward, rewards or rewards_per_call, or reward: null for unscored"
         )

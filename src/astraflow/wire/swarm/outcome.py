@@ -10,6 +10,7 @@ from astraflow.types import Outcome
 
 MAX_ERROR_CHARS = 2000
 _FLOAT32_MAX = 3.4e38
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 def outcome_of(value: object) -> Outcome:
@@ -33,13 +34,13 @@ def outcome_of(value: object) -> Outcome:
 
 
 def plain_text(value: object, limit: int = MAX_ERROR_CHARS) -> str:
-    """`str(value)`, cut, as text that every encoding can carry; also of objects whose `str` fails."""
+    """`str(value)`, cut, as text that every encoding and terminal can carry; also of objects whose `str` fails."""
     try:
         text = str(value)
     except Exception as error:  # user code
         text = f"(its text cannot be read: {type(error).__name__})"
     text = text if len(text) <= limit else text[: limit - 3] + "..."
-    return text.encode("utf-8", "backslashreplace").decode()
+    return text.translate(_CONTROLS).encode("utf-8", "backslashreplace").decode()
 
 
 def _items(field: str, given: Outcome) -> Iterable[tuple[object, object]]:

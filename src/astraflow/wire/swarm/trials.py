@@ -21,9 +21,9 @@ from astraflow.wire.messages import Label
 class TrialRequest(msgspec.Struct, kw_only=True):
     """Play one row of a source of the run."""
 
-    row: Annotated[int, msgspec.Meta(ge=0)]
+    row: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     source: Label = ""  # empty: that of [evaluation], else the first training source
-    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None  # 0: greedy; None: as in training
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None  # 0: greedy; None: as in training
 
 
 class TrialEnd(msgspec.Struct, kw_only=True):

@@ -44,7 +44,7 @@ def test_the_conversation_the_tokens_and_the_reward_are_shown_and_nothing_is_kep
     assert error is None, output
     assert 'task train/3  {"question": "1+1=?"}' in output
     assert "given> 1+1=?" in output and "actor> 2<eos>" in output and "given> sure?" in output
-    assert "(2 tokens, version -1) [5, 2]" in output
+    assert "(2 tokens, version 0) [5, 2]" in output
     assert "-- actor: another continuation" in output or output.count("given>") == 3
     assert 'calls {"actor": 3, "critic": 0}' in output
     assert 'reward {"actor": 1.0}' in output

@@ -41,6 +41,7 @@ def hermes(text: str) -> Read:
     return read(HermesParser(), text)
 
 
+DEEP = "[" * 5000 + "]" * 5000
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
 
@@ -64,6 +65,8 @@ def test_hermes_reads_several_calls_and_keeps_the_text_around_them() -> None:
         "</tool_call><tool_call>",
         "<tool_call></tool_call>",
         '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>',
+        f'<tool_call>{{"name": "f", "arguments": {{"x": {DEEP}}}}}</tool_call>',
+        f'<tool_call>{{"name": "f", "arguments": {json.dumps(DEEP)}}}</tool_call>',
     ],
 )
 def test_hermes_leaves_what_it_cannot_read_as_content(text: str) -> None:
@@ -100,6 +103,12 @@ def test_bracket_leaves_anything_else_as_content(fakes: Any, text: str) -> None:
     assert malformed(BracketParser(), text, tools) == (text in ("[3*4", "[]"))
 
 
+def test_bracket_knows_schemas_that_are_true_or_false() -> None:
+    for schema, called in ((True, True), (False, False)):
+        tool = {"function": {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}}
+        assert bool(bracket("[3*4]", [tool])[1]) is called
+
+
 def test_bracket_needs_exactly_one_tool_with_one_string_parameter(fakes: Any) -> None:
     for tools in (
         [],
@@ -122,7 +131,9 @@ def test_llama_reads_objects_that_are_the_whole_reply() -> None:
 @pytest.mark.parametrize(
     "text",
     ["plain", "so {}", "{", "{}", '{"name": "f"}', '{"name": "f", "parameters": [1]}', '{"name": 1, "parameters": {}}',
-     '{"name": "f", "parameters": {}} so'],
+     '{"name": "f", "parameters": {}} so', '{"name": "f", "parameters": {"x": NaN}}',
+     '{"name": "f", "parameters": {"x": 1e999}}', '{"name": "f", "parameters": {"x": "\\ud800"}}',
+     f'{{"name": "f", "parameters": {{"x": {DEEP}}}}}'],
 )  # fmt: skip
 def test_llama_leaves_anything_else_as_content(text: str) -> None:
     assert read(LlamaParser(), text) == (text, [])

@@ -141,11 +141,12 @@ def test_an_episode_without_a_call_is_kept_as_an_error_and_the_client_hears_it(b
 
 def test_a_failure_is_an_error_by_its_kind(bench, plain):
     kinds = []
-    for said in ("sandbox: no room", "it broke"):
+    for said in ("sandbox: no room", "it broke", "x: \x1b[31m\0"):
         (play,) = plain.lease()
         assert plain.say(play, "fail", error=said, code="v2")[0] == 200
         kinds.append((bench.episodes[-1].error, bench.episodes[-1].code))
-    assert kinds == [("sandbox: no room", "v2"), ("workflow: it broke", "v2")]
+    errors = ["sandbox: no room", "workflow: it broke", "x: \\x1b[31m\\x00"]  # nothing that a terminal obeys
+    assert kinds == [(error, "v2") for error in errors]
 
 
 def test_what_is_said_twice_counts_once(bench, plain):
@@ -364,6 +365,7 @@ def test_the_document_of_the_door_names_every_route_and_no_other(bench, plain):
     assert asked == served
 
 
-def test_a_trial_waits_for_the_first_weights(bench, plain):
-    status, reply = plain.send("POST", "/swarm/trials", {"row": 1})
+def test_a_trial_waits_for_the_first_weights():
+    with DoorBench(version=-1) as bench:
+        status, reply = Plain(bench.url).send("POST", "/swarm/trials", {"row": 1})
     assert status == 503 and "policy=actor has no weights yet" in reply["error"]

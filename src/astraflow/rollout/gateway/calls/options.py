@@ -97,9 +97,12 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
         if not isinstance(schema, dict):
             raise GatewayError(f"{where}.function.parameters", schema, "must be an object", "send a JSON schema")
         try:
+            if not isinstance(schema.get("$schema", ""), str):
+                raise SchemaError("must be a string", path=["$schema"])
             validator_for(schema, default=Draft202012Validator).check_schema(schema)
-        except SchemaError as error:
+        except (SchemaError, RecursionError) as error:
+            reason = f"{error.json_path}: {error.message}" if isinstance(error, SchemaError) else "nested too deeply"
             raise GatewayError(
-                f"{where}.function.parameters", schema, f"is no JSON schema ({error.json_path}: {error.message})",
+                f"{where}.function.parameters", schema, f"is no JSON schema ({reason})",
                 "correct the schema of the tool",
             ) from error  # fmt: skip

@@ -37,7 +37,8 @@ class Retry(msgspec.Struct, frozen=True):
 def retry_of(headers: Mapping[str, str]) -> Retry:
     """From HTTP headers; a count that is no number is none."""
     count = headers.get("x-stainless-retry-count", "")
-    return Retry(headers.get("idempotency-key", ""), int(count) if count.isascii() and count.isdigit() else 0)
+    known = count.isascii() and count.isdigit() and len(count) < 10  # `int` refuses thousands of digits
+    return Retry(headers.get("idempotency-key", ""), int(count) if known else 0)
 
 
 class Retries:

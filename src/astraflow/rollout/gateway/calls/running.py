@@ -216,14 +216,18 @@ class Running:
             self._fail(episode, run, error)
             return
         self.counters["streams_cut"] += 1
-        for sample in run.samples:
-            if sample.generation is None:
-                run.capture.endpoint.engine.cancel(sample.request_id)
-                if sample.live is None or not len(sample.live):
-                    continue
-                sample.live.end()
-                sample.generation = sample.live.generation("cancelled")
-            self._record(run, sample)
+        try:
+            for sample in run.samples:
+                if sample.generation is None:
+                    run.capture.endpoint.engine.cancel(sample.request_id)
+                    if sample.live is None or not len(sample.live):
+                        continue
+                    sample.live.end()
+                    sample.generation = sample.live.generation("cancelled")
+                self._record(run, sample)
+        except Exception as fault:  # of a tool parser of the user, who must not keep an episode from closing
+            self._broken(episode, run, fault)
+            return
         self._over(episode, run, error)
 
     def leave(self, episode: OpenEpisode, run: Run) -> None:

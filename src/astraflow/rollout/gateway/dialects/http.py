@@ -7,10 +7,12 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from astraflow.errors import GatewayError
 
 T = TypeVar("T")
+MAX_BODY_BYTES = 64 << 20  # far more text than any context holds
 
 
 def key_of(request: Request) -> str:
@@ -29,9 +31,15 @@ def key_of(request: Request) -> str:
 
 
 async def body_of(request: Request) -> bytes:
-    """Raises: GatewayError (499): the agent hung up in the middle of it."""
+    """Raises: GatewayError: it is too large (413), or the agent hung up in the middle of it (499)."""
+    pieces, size = [], 0
     try:
-        return await request.body()
+        async for piece in request.stream():
+            size += len(piece)
+            if size > MAX_BODY_BYTES:
+                raise GatewayError("body", f"{size} bytes", f"must be at most {MAX_BODY_BYTES}", "send less", 413)
+            pieces.append(piece)
+        return b"".join(pieces)
     except ClientDisconnect as error:
         raise GatewayError("body", "cut", "must be complete", "send the request again", 499) from error
 
@@ -42,7 +50,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     Raises: GatewayError (499): so it did.
     """
     doing = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(hung_up(request))
+    gone = asyncio.ensure_future(hung_up(request.receive))
     try:
         await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
@@ -53,7 +61,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         doing.cancel()
 
 
-async def hung_up(request: Request) -> None:
+async def hung_up(receive: Receive) -> None:
     """Returns when the agent has."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass

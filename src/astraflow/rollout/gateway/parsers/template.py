@@ -17,7 +17,8 @@ from astraflow.rollout.gateway.dialect import FunctionCall, ToolCall
 from astraflow.rollout.gateway.tools import Content, Opening, Piece, ReplyReader, Thought, function_call
 
 _KINDS = {"reasoning_content": "thought", "thinking": "thought", "reasoning": "thought", "tool_calls": "call"}
-_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)  # of content parsers, at what they cannot read
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What content parsers raise at what they cannot read."""
 
 
 class TemplateParser:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from astraflow.errors import GatewayError
-from astraflow.rollout.gateway.dialect import ChatRequest
+from astraflow.rollout.gateway.dialect import ChatRequest, decoded
 from astraflow.types import Message
 
 
@@ -139,10 +139,7 @@ def read_messages_request(body: bytes) -> MessagesRequest:
 
     Raises: GatewayError: not JSON, or a field of a wrong type.
     """
-    try:
-        return _decode_request(body)
-    except msgspec.DecodeError as error:
-        raise _malformed(body, error) from error
+    return decoded(_decode_request, body, "a Messages request", "send Anthropic's JSON")
 
 
 def read_count_request(body: bytes) -> CountRequest:
@@ -150,10 +147,7 @@ def read_count_request(body: bytes) -> CountRequest:
 
     Raises: GatewayError: not JSON, or a field of a wrong type.
     """
-    try:
-        return _decode_count(body)
-    except msgspec.DecodeError as error:
-        raise _malformed(body, error) from error
+    return decoded(_decode_count, body, "a Messages request", "send Anthropic's JSON")
 
 
 def chat_request(request: CountRequest) -> ChatRequest:
@@ -293,7 +287,3 @@ def _no_text(block: Block, where: str, holder: str) -> GatewayError:
     return GatewayError(
         f"{where}.type", kind, f"cannot be in a turn of {holder}", "policies read text and tool results"
     )
-
-
-def _malformed(body: bytes, error: msgspec.DecodeError) -> GatewayError:
-    return GatewayError("body", body[:80], f"is not a Messages request ({error})", "send Anthropic's JSON")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from astraflow.errors import GatewayError
-from astraflow.rollout.gateway.dialect import RawRequest
+from astraflow.rollout.gateway.dialect import RawRequest, decoded
 
 
 class CompletionRequest(msgspec.Struct, kw_only=True):
@@ -43,12 +43,7 @@ def read_request(body: bytes) -> CompletionRequest:
 
     Raises: GatewayError: not JSON, or a field of a wrong type.
     """
-    try:
-        return _decode_request(body)
-    except msgspec.DecodeError as error:
-        raise GatewayError(
-            "body", body[:80], f"is not a completion request ({error})", "send OpenAI's JSON"
-        ) from error  # fmt: skip
+    return decoded(_decode_request, body, "a completion request", "send OpenAI's JSON")
 
 
 def raw_request(request: CompletionRequest) -> RawRequest:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from astraflow.errors import GatewayError
-from astraflow.rollout.gateway.dialect import ChatRequest
+from astraflow.rollout.gateway.dialect import ChatRequest, decoded
 from astraflow.types import Message
 
 Item = dict[str, Any]
@@ -116,12 +116,7 @@ def read_request(body: bytes) -> ResponsesRequest:
 
     Raises: GatewayError: not JSON, or a field of a wrong type.
     """
-    try:
-        return _decode_request(body)
-    except msgspec.DecodeError as error:
-        raise GatewayError(
-            "body", body[:80], f"is not a Responses request ({error})", "send OpenAI's JSON"
-        ) from error  # fmt: skip
+    return decoded(_decode_request, body, "a Responses request", "send OpenAI's JSON")
 
 
 def chat_request(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
