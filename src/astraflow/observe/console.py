@@ -161,7 +161,12 @@ def waiting_line(status: Mapping[str, Any], elapsed_s: float) -> str:
         if consumer["holds"]:
             waits.append(f"consumer {name} is behind and holds new tasks")
     failed = sum(status.get("episodes", {}).get("errors", {}).values())
-    tail = f"; {len(status.get('nodes', []))} nodes" + (f"; {failed} episodes failed so far" if failed else "")
+    nodes = status.get("nodes", [])
+    tail = f"; {len(nodes)} nodes"
+    clients = [node["stats"]["swarm/clients"] for node in nodes if "swarm/clients" in node.get("stats", {})]
+    if clients:
+        tail += f" with {sum(clients):.0f} swarm clients"
+    tail += f"; {failed} episodes failed so far" if failed else ""
     return f"[{_clock(elapsed_s)}] " + ("; ".join(waits) or "the run starts") + tail
 
 

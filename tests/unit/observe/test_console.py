@@ -61,9 +61,11 @@ def test_a_long_wait_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     console, out = plain()
     with RunDisplay("demo", 60, None, console) as display:
         display.update(STATUS)
+        display.update({**STATUS, "nodes": [{"stats": {"swarm/clients": 0.0}}, {"stats": {"swarm/clients": 2.0}}]})
         display.update({})
-    first, second = out.getvalue().splitlines()
-    assert "actor waits for step 4: 2 groups are complete, 7 of 32 in flight; 1 nodes" in first
+    first, swarm, second = out.getvalue().splitlines()
+    assert first.endswith("actor waits for step 4: 2 groups are complete, 7 of 32 in flight; 1 nodes")
+    assert swarm.endswith("; 2 nodes with 2 swarm clients")
     assert "the run starts" in second
 
 
