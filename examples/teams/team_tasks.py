@@ -1,0 +1,72 @@
+"""Sums of one digit as plain text, what tiny models are shown of them, and a game: the tasks of this folder."""
+
+import random
+
+
+class Sums:
+    """`3+4?`, answer `7`; no tool."""
+
+    def __init__(self, *, size: int = 0):
+        self.size = size or 100
+
+    def __len__(self):
+        return self.size
+
+    def row(self, index):
+        a, b = divmod(index * 37 % 100, 10)
+        return {"question": f"{a}+{b}?", "answer": str(a + b)}
+
+    def fingerprint(self):
+        return f"{type(self).__name__}-{vars(self)}"
+
+
+class Demos(Sums):
+    """A conversation for each sum, which is as it should be with probability `right`, else drawn by chance.
+
+    `of`: "answer"; "verdict": `3+4?7=` is answered by y or n; "route": s or l.
+    """
+
+    def __init__(self, *, of: str = "answer", right: float = 0.3, size: int = 6400):
+        super().__init__(size=size)
+        self.of, self.right = of, right
+
+    def row(self, index):
+        task, rng = super().row(index), random.Random(f"{self.of}/{index}")
+        asked, said = task["question"], task["answer"]
+        if self.of == "verdict":
+            said = rng.choice("yn")
+            asked += task["answer"] if said == "y" else str(rng.randrange(19))
+        chance = {"answer": [str(n) for n in range(19)], "verdict": ["y", "n"], "route": ["s", "l"]}[self.of]
+        if rng.random() >= self.right or self.of == "route":
+            said = rng.choice(chance)
+        if self.of != "answer":
+            asked += {"verdict": "=", "route": "who?"}[self.of]
+        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+
+
+class Piles(Sums):
+    """Games of nim: a pile, and who begins."""
+
+    def row(self, index):
+        return {"pile": 4 + index % 5, "first": index // 5 % 2}
+
+
+class Nim:
+    """Take 1 to 3; who takes the last one wins, who says something else loses."""
+
+    def start(self, task):
+        self.pile, self.turn, self.winner = task["pile"], task["first"], -1
+
+    def view(self, side):
+        return f"{self.pile}?"
+
+    def move(self, side, text):
+        taken = int(text[0]) if text[:1] in ("1", "2", "3") else 0
+        legal = 0 < taken <= self.pile
+        self.pile -= taken if legal else 0
+        over = not legal or not self.pile
+        self.winner = (side if legal else 1 - side) if over else -1
+        self.turn = None if over else 1 - side
+
+    def score(self, side):
+        return float(self.winner == side)
