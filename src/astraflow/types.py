@@ -44,13 +44,15 @@ class Task(msgspec.Struct, frozen=True):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Every sampling parameter, always explicit: nothing is ever taken from a model's generation config.
 
-    Logprobs are those of `log_softmax(logits / temperature)` before top-k/top-p, or of `logprob_temperature` where that
-    is given (the trainer scores at one temperature). temperature 0 is greedy; its logprobs are those of temperature 1.
+    Logprobs are those of `log_softmax(logits / temperature)` before top-k, min-p and top-p, or of `logprob_temperature`
+    where that is given (the trainer scores at one temperature). temperature 0 is greedy; its logprobs are those of
+    temperature 1.
     """
 
     temperature: float = 1.0  # >= 0
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0: off
+    min_p: float = 0.0  # [0, 1], share of the highest probability below which a token is cut; 0: off
     max_tokens: int = 256  # >= 1, new tokens of one call
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own EOS
     logprob_temperature: float | None = None  # > 0, of the logprobs alone; None: `temperature`

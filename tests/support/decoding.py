@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from astraflow.engines.local.decoder import Decoder
+from astraflow.engines.local.compute.passes import Passes
+from astraflow.engines.local.compute.sampler import row_key
+from astraflow.engines.local.decoder import Decoder, Room
 from astraflow.engines.local.rows import Request
-from astraflow.engines.local.sampler import row_key
 from astraflow.models.load import load_model, state_tensors
 from astraflow.types import Generation, Sampling
 
@@ -23,10 +24,24 @@ def ask(name: str, prompt: list[int], max_tokens: int = 8, **sampling: object) -
     return Request(name, np.array(prompt, np.int32), settings, Future(), row_key(0, hash(name) % 1000), 0.0)
 
 
+def decoder_of(
+    model: PreTrainedModel, rows: int = 64, context: int = 512, shelf: int = 0, keep: bool = False, **room: int
+) -> Decoder:
+    return Decoder(Passes(model), (), Room(rows, context, shelf_bytes=shelf, **room), keep)
+
+
+def start(decoder: Decoder, requests: list[Request]) -> None:
+    """They become rows, as far as there is room."""
+    with torch.inference_mode():
+        decoder.admit(requests)
+        decoder.join()
+
+
 def run(decoder: Decoder) -> dict[str, Generation]:
     done: dict[str, Generation] = {}
     with torch.inference_mode():
         while len(decoder):
+            decoder.join()
             done.update({request.request_id: generation for request, generation in decoder.step()})
     return done
 

@@ -38,6 +38,7 @@ def check_sampling(sampling: Sampling) -> None:
     require("sampling.temperature", temperature, 0 <= temperature < math.inf, "must be >= 0", "use 0 for greedy")
     require("sampling.top_p", top_p, 0 < top_p <= 1, "must be in (0, 1]", "use 1 for off")
     require("sampling.top_k", top_k, top_k >= 0, "must be >= 0", "use 0 for off")
+    require("sampling.min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "must be in [0, 1]", "use 0 for off")
     told = sampling.logprob_temperature
     require("sampling.logprob_temperature", told, told is None or 0 < told < math.inf, "must be > 0", "leave it out")
     require("sampling.max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "must be >= 1", "ask for a token")

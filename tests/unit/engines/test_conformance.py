@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,26 +8,62 @@ import pytest
 
 from astraflow.engines.local import LocalEngine
 from astraflow.engines.scripted import ScriptedEngine
+from astraflow.errors import EngineError
 from astraflow.models.load import load_model, state_tensors
 from astraflow.testing.engines.suite import EngineCase, EngineSuite
 from astraflow.types import Sampling
+from decoding import fresh_logprobs
 
 PROMPT = [1, 5, 9, 13, 17, 21]
+
+
+def local_case(engine: LocalEngine, directory: Path) -> EngineCase:
+    model, gates, probes = load_model(directory), list[threading.Event](), iter(range(10**6))
+
+    def advance() -> None:
+        # First come, first served: when this later request has two tokens, earlier ones have too.
+        engine.submit(f"probe{next(probes)}", PROMPT, Sampling(max_tokens=2)).result(60)
+
+    def pause() -> None:
+        gates.append(threading.Event())
+        engine._between_steps(gates[-1].wait)
+
+    def crash() -> None:
+        def broken() -> None:
+            raise MemoryError("planted")
+
+        engine._decoder.step = broken  # type: ignore[method-assign, assignment]
+
+    return EngineCase(
+        engine=engine, prompt=PROMPT, long_tokens=300, tensors=state_tensors(load_model(directory)),
+        advance=advance, finish=lambda: None, pause=pause, resume=lambda: gates[-1].set(), crash=crash,
+        score=lambda prompt, generation, temperature: fresh_logprobs(model, prompt, generation, temperature),
+    )  # fmt: skip
 
 
 class TestLocal(EngineSuite):
     @pytest.fixture
     def case(self, endless_dir: Path) -> Iterator[EngineCase]:
         engine = LocalEngine(endless_dir)
+        yield local_case(engine, endless_dir)
+        engine.close()
 
-        def advance() -> None:
-            # First come, first served: when this later request has two tokens, earlier ones have too.
-            engine.submit("probe", PROMPT, Sampling(max_tokens=2)).result(60)
 
-        yield EngineCase(
-            engine=engine, prompt=PROMPT, long_tokens=300, tensors=state_tensors(load_model(endless_dir)),
-            advance=advance, finish=lambda: None,
-        )  # fmt: skip
+class TestLocalShortOfEverything(EngineSuite):
+    """Few rows, little memory, prompts in small chunks, nothing kept of them."""
+
+    @pytest.fixture
+    def case(self, endless_dir: Path) -> Iterator[EngineCase]:
+        engine = LocalEngine(endless_dir, max_concurrency=12, kv_cache_mb=1, prefill_chunk=4, prefix_cache_mb=0)
+        yield local_case(engine, endless_dir)
+        engine.close()
+
+
+class TestLocalKeepingCaches(EngineSuite):
+    @pytest.fixture
+    def case(self, endless_dir: Path) -> Iterator[EngineCase]:
+        engine = LocalEngine(endless_dir, kv_after_swap="keep")
+        yield local_case(engine, endless_dir)
         engine.close()
 
 
@@ -37,5 +74,6 @@ class TestScripted(EngineSuite):
         yield EngineCase(
             engine=engine, prompt=PROMPT, long_tokens=300, tensors={},
             advance=lambda: engine.step(2), finish=engine.release,
+            crash=lambda: engine.fail(EngineError("engine", "broken", "was told to", "start another")),
         )  # fmt: skip
         engine.close()

@@ -11,32 +11,33 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from astraflow.engines.local.caches.slots import SlotCache
 from astraflow.engines.local.decoder import Decoder
 from astraflow.engines.local.rows import Rows
 from astraflow.models.load import load_model, load_tensors, state_tensors
 from astraflow.types import Generation
-from decoding import ask, follow_up, run
+from decoding import ask, decoder_of, follow_up, run, start
 
 
 @pytest.fixture
 def decoder(endless_dir: Path) -> Decoder:
-    return Decoder(load_model(endless_dir).requires_grad_(False), (), 64, 512)
+    return decoder_of(load_model(endless_dir).requires_grad_(False), 64, 512)
 
 
 def test_equal_prompts_are_prefilled_once(decoder: Decoder) -> None:
     with torch.inference_mode():
-        decoder.admit([ask(f"a{i}", [1, 5, 9, 3]) for i in range(8)] + [ask("b", [1, 5, 9, 7, 7]), ask("c", [4])])
+        start(decoder, [ask(f"a{i}", [1, 5, 9, 3]) for i in range(8)] + [ask("b", [1, 5, 9, 7, 7]), ask("c", [4])])
     assert decoder.prefill_tokens == 3 + 4  # all but the last token of each distinct prompt
     assert len(run(decoder)) == 10
 
 
 def test_rows_beside_do_not_change_a_row(endless_dir: Path) -> None:
     model = load_model(endless_dir).requires_grad_(False)
-    alone, crowd = (Decoder(model, (), 64, 512) for _ in range(2))
+    alone, crowd = (decoder_of(model, 64, 512) for _ in range(2))
     me = [1, 5, 9, 3]
     with torch.inference_mode():
-        alone.admit([ask("me", me, 40)])
-        crowd.admit([ask(f"r{i}", [3] * (1 + 7 * i), 1 + 3 * i) for i in range(9)] + [ask("me", me, 40)])
+        start(alone, [ask("me", me, 40)])
+        start(crowd, [ask(f"r{i}", [3] * (1 + 7 * i), 1 + 3 * i) for i in range(9)] + [ask("me", me, 40)])
     a, b = run(alone)["me"], run(crowd)["me"]
     np.testing.assert_array_equal(a.token_ids, b.token_ids)
     np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
@@ -46,19 +47,19 @@ def test_rows_that_join_late_find_room(decoder: Decoder) -> None:
     done: dict[str, Generation] = {}
     with torch.inference_mode():
         for i in range(40):  # slots and positions grow while rows run
-            decoder.admit([ask(f"r{i}", [1 + i % 30] * (1 + i), 5 + i)])
+            start(decoder, [ask(f"r{i}", [1 + i % 30] * (1 + i), 5 + i)])
             done.update({request.request_id: generation for request, generation in decoder.step()})
     done.update(run(decoder))
     assert {name: len(g.token_ids) for name, g in done.items()} == {f"r{i}": 5 + i for i in range(40)}
 
 
 def test_a_prefill_over_the_budget_is_split(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Decoder(decoder._model, (), 64, 512)
+    whole = decoder_of(decoder._passes.model, 64, 512)
     requests = [ask(f"r{i}", [1 + i] * (10 + 9 * i), 5) for i in range(12)]
     with torch.inference_mode():
-        whole.admit(requests)
-        monkeypatch.setattr("astraflow.engines.local.decoder._PREFILL_TOKENS", 64)
-        decoder.admit(requests)
+        start(whole, requests)
+        monkeypatch.setattr("astraflow.engines.local.prefill.TOKENS", 64)
+        start(decoder, requests)
     a, b = run(whole), run(decoder)
     for name, generation in a.items():
         np.testing.assert_array_equal(generation.token_ids, b[name].token_ids)
@@ -67,17 +68,17 @@ def test_a_prefill_over_the_budget_is_split(decoder: Decoder, monkeypatch: pytes
 
 def test_a_next_turn_computes_only_what_is_new_and_samples_the_same(endless_dir: Path) -> None:
     model = load_model(endless_dir).requires_grad_(False)
-    warm, cold = Decoder(model, (), 64, 512, 1 << 20), Decoder(model, (), 64, 512, 0)
+    warm, cold = decoder_of(model, 64, 512, 1 << 20), decoder_of(model, 64, 512, 0)
     first = {f"r{i}": [1 + i] * (3 + 2 * i) for i in range(12)}
     with torch.inference_mode():
         for decoder in (warm, cold):
-            decoder.admit([ask(name, prompt, 3 + i) for i, (name, prompt) in enumerate(first.items())])
+            start(decoder, [ask(name, prompt, 3 + i) for i, (name, prompt) in enumerate(first.items())])
         turns, same = run(warm), run(cold)
         second = {n: follow_up(p, turns[n], [7] * (1 + 5 * i % 11)) for i, (n, p) in enumerate(first.items())}
         strangers = [ask("new0", [31, 9, 9, 1], 6), ask("new1", [30] * 40, 6)]
         before = warm.prefill_tokens
         for decoder in (warm, cold):
-            decoder.admit([*strangers, *(ask(name, prompt, 20) for name, prompt in second.items())])
+            start(decoder, [*strangers, *(ask(name, prompt, 20) for name, prompt in second.items())])
         computed = warm.prefill_tokens - before
         # Of a known row: its last sampled token, which was never read, and the new ones but the last.
         assert computed == 3 + 39 + sum(1 + 5 * i % 11 for i in range(12))
@@ -90,30 +91,30 @@ def test_a_next_turn_computes_only_what_is_new_and_samples_the_same(endless_dir:
 
 
 def test_a_prefill_of_known_rows_keeps_to_the_budget_too(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = Decoder(decoder._model, (), 64, 512, 1 << 20)
+    decoder = decoder_of(decoder._passes.model, 64, 512, 1 << 20)
     shapes: list[tuple[int, ...]] = []
-    forward = decoder._forward
+    tokens = decoder._passes.tokens
 
-    def spy(model: torch.nn.Module, ids: np.ndarray, *rest: Any) -> Any:
+    def spy(cache: SlotCache, ids: np.ndarray, *rest: Any) -> None:
         shapes.append(ids.shape)
-        return forward(model, ids, *rest)
+        tokens(cache, ids, *rest)
 
-    monkeypatch.setattr("astraflow.engines.local.decoder._PREFILL_TOKENS", 32)
+    monkeypatch.setattr("astraflow.engines.local.prefill.TOKENS", 32)
     with torch.inference_mode():
-        decoder.admit([ask(f"r{i}", [1 + i, 3, 4], 1) for i in range(8)])
+        start(decoder, [ask(f"r{i}", [1 + i, 3, 4], 1) for i in range(8)])
         turns = run(decoder)
-        monkeypatch.setattr(decoder, "_forward", spy)
+        monkeypatch.setattr(decoder._passes, "tokens", spy)
         sizes = [9, 1, 40, 3, 8, 2, 16, 5]
-        decoder.admit([ask(n, follow_up([1 + i, 3, 4], turns[n], [7] * sizes[i])) for i, n in enumerate(turns)])
+        start(decoder, [ask(n, follow_up([1 + i, 3, 4], turns[n], [7] * sizes[i])) for i, n in enumerate(turns)])
     assert len(shapes) > 1
     assert all(rows * width <= 32 or rows == 1 for rows, width in shapes)
 
 
 def test_a_sibling_that_comes_later_finds_the_prompt(endless_dir: Path) -> None:
-    decoder = Decoder(load_model(endless_dir).requires_grad_(False), (), 64, 512, 1 << 20)
+    decoder = decoder_of(load_model(endless_dir).requires_grad_(False), 64, 512, 1 << 20)
     with torch.inference_mode():
         for i in range(3):
-            decoder.admit([ask(f"r{i}", [1, 5, 9, 3, 3], 9)])
+            start(decoder, [ask(f"r{i}", [1, 5, 9, 3, 3], 9)])
             decoder.step()
     assert decoder.prefill_tokens == 4
     assert len(run(decoder)) == 3
@@ -121,29 +122,29 @@ def test_a_sibling_that_comes_later_finds_the_prompt(endless_dir: Path) -> None:
 
 def test_a_swap_forgets_known_prefixes(endless_dir: Path) -> None:
     model = load_model(endless_dir).requires_grad_(False)
-    decoder = Decoder(model, (), 64, 512, 1 << 20)
+    decoder = decoder_of(model, 64, 512, 1 << 20)
     tensors = {name: t.clone() for name, t in state_tensors(model).items()}
     with torch.inference_mode():
-        decoder.admit([ask("a", [1, 5, 9, 3], 4)])
+        start(decoder, [ask("a", [1, 5, 9, 3], 4)])
         turn = run(decoder)["a"]
         load_tensors(model, tensors)
         decoder.renew(1)
         before = decoder.prefill_tokens
-        decoder.admit([ask("b", follow_up([1, 5, 9, 3], turn, [4]), 4)])
+        start(decoder, [ask("b", follow_up([1, 5, 9, 3], turn, [4]), 4)])
         assert decoder.prefill_tokens - before == 4 + 4
         run(decoder)
 
 
 def test_a_next_turn_at_the_end_of_the_context(endless_dir: Path) -> None:
     model = load_model(endless_dir).requires_grad_(False)
-    warm, cold = Decoder(model, (), 64, 24, 1 << 20), Decoder(model, (), 64, 24, 0)
+    warm, cold = decoder_of(model, 64, 24, 1 << 20), decoder_of(model, 64, 24, 0)
     results = []
     with torch.inference_mode():
         for decoder in (warm, cold):
-            decoder.admit([ask("a", [1] * 16, 3), ask("b", [2] * 5, 3)])
+            start(decoder, [ask("a", [1] * 16, 3), ask("b", [2] * 5, 3)])
             turns = run(decoder)
             # The padding of "a" reaches beyond the context: "b" has more new tokens.
-            decoder.admit([ask("a2", follow_up([1] * 16, turns["a"], [3, 3]), 9), ask("b2", [2] * 5 + [4] * 12, 9)])
+            start(decoder, [ask("a2", follow_up([1] * 16, turns["a"], [3, 3]), 9), ask("b2", [2] * 5 + [4] * 12, 9)])
             results.append(run(decoder))
     for name, length in (("a2", 3), ("b2", 7)):
         assert len(results[0][name].token_ids) == length

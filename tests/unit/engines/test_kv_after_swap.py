@@ -15,7 +15,7 @@ from astraflow.engines.local.decoder import Decoder
 from astraflow.errors import EngineError
 from astraflow.models.load import load_model, load_tensors
 from astraflow.types import Generation, Sampling
-from decoding import TOLERANCE, ask, follow_up, fresh_logprobs, other_weights, run
+from decoding import TOLERANCE, ask, decoder_of, follow_up, fresh_logprobs, other_weights, run, start
 
 PROMPT, BEFORE, AFTER = [1, 5, 9, 3, 17, 21, 4], 12, 25
 
@@ -35,13 +35,13 @@ def swapped(decoder: Decoder, weights: dict[int, dict[str, torch.Tensor]]) -> tu
     """Three rows, two of them siblings, go over a swap. Returns one of the two, and how many tokens the swap read."""
     count = BEFORE + AFTER
     with torch.inference_mode():
-        load_tensors(decoder._model, weights[0])
+        load_tensors(decoder._passes.model, weights[0])
         decoder.renew(0)
-        decoder.admit([ask("a", PROMPT, count), ask("b", PROMPT, count), ask("c", [8] * 30, count)])
+        start(decoder, [ask("a", PROMPT, count), ask("b", PROMPT, count), ask("c", [8] * 30, count)])
         for _ in range(BEFORE):
             decoder.step()
         before = decoder.prefill_tokens
-        load_tensors(decoder._model, weights[1])
+        load_tensors(decoder._passes.model, weights[1])
         decoder.renew(1)
         computed = decoder.prefill_tokens - before
     return run(decoder)["a"], computed
@@ -60,7 +60,7 @@ def kept_logprobs(directory: Path, weights: dict[int, dict[str, torch.Tensor]], 
 
 
 def test_recomputed_caches_give_the_logprobs_of_a_fresh_prefill(endless_dir: Path, weights) -> None:
-    decoder = Decoder(load_model(endless_dir).requires_grad_(False), (), 8, 512, 1 << 20)
+    decoder = decoder_of(load_model(endless_dir).requires_grad_(False), 8, 512, 1 << 20)
     generation, computed = swapped(decoder, weights)
     assert computed == 2 * (len(PROMPT) + BEFORE - 1) + 30 + BEFORE - 1
     fresh = fresh_logprobs(model_of(endless_dir, weights[1]), PROMPT, generation, 1.0)
@@ -70,7 +70,7 @@ def test_recomputed_caches_give_the_logprobs_of_a_fresh_prefill(endless_dir: Pat
 
 
 def test_kept_caches_cost_nothing_and_later_tokens_attend_to_them(endless_dir: Path, weights) -> None:
-    decoder = Decoder(load_model(endless_dir).requires_grad_(False), (), 8, 512, 1 << 20, keep_caches=True)
+    decoder = decoder_of(load_model(endless_dir).requires_grad_(False), 8, 512, 1 << 20, keep=True)
     generation, computed = swapped(decoder, weights)
     assert computed == 0
     assert generation.versions.tolist() == [0] * BEFORE + [1] * AFTER
@@ -83,12 +83,12 @@ def test_kept_caches_cost_nothing_and_later_tokens_attend_to_them(endless_dir: P
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_next_turn_never_gets_what_other_weights_computed(endless_dir: Path, weights, keep: bool) -> None:
-    decoder = Decoder(load_model(endless_dir).requires_grad_(False), (), 8, 512, 1 << 20, keep_caches=keep)
+    decoder = decoder_of(load_model(endless_dir).requires_grad_(False), 8, 512, 1 << 20, keep=keep)
     turn, _ = swapped(decoder, weights)
     prompt = follow_up(PROMPT, turn, [4, 4])
     before = decoder.prefill_tokens
     with torch.inference_mode():
-        decoder.admit([ask("next", prompt, 9)])
+        start(decoder, [ask("next", prompt, 9)])
     # Kept caches are of two versions, so the row was not shelved and its next turn is read in full.
     assert decoder.prefill_tokens - before == (len(prompt) - 1 if keep else 2)
     second = run(decoder)["next"]
@@ -96,7 +96,7 @@ def test_a_next_turn_never_gets_what_other_weights_computed(endless_dir: Path, w
     np.testing.assert_allclose(second.logprobs, fresh, atol=TOLERANCE)
     before = decoder.prefill_tokens
     with torch.inference_mode():
-        decoder.admit([ask("third", follow_up(prompt, second, [4]), 1)])
+        start(decoder, [ask("third", follow_up(prompt, second, [4]), 1)])
     assert decoder.prefill_tokens - before == 1
     run(decoder)
 

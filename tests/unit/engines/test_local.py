@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -165,19 +163,6 @@ def test_delay_changes_when_not_what(endless_dir: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_the_context_of_a_sliding_window_model_is_its_window(eos_dir: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "sliding"
-    shutil.copytree(eos_dir, directory)
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}
-    (directory / "config.json").write_text(json.dumps(config))
-    engine = LocalEngine(directory)
-    assert engine.max_context == 64
-    engine.close()
-    with pytest.raises(ModelError, match=r"max_context=100 must be at most 64"):
-        LocalEngine(directory, max_context=100)
-
-
 def test_max_context_can_be_lowered_not_raised(endless_dir: Path) -> None:
     engine = LocalEngine(endless_dir, max_context=20)
     assert engine.max_context == 20
@@ -188,7 +173,16 @@ def test_max_context_can_be_lowered_not_raised(endless_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", [{"max_concurrency": 0}, {"max_context": 1}, {"threads": 0}, {"delay_s": -1.0}, {"prefix_cache_mb": -1}]
+    "setting",
+    [
+        {"max_concurrency": 0},
+        {"max_context": 1},
+        {"threads": 0},
+        {"delay_s": -1.0},
+        {"prefix_cache_mb": -1},
+        {"kv_cache_mb": 0},
+        {"prefill_chunk": 0},
+    ],
 )
 def test_settings_out_of_range_are_refused_by_name(endless_dir: Path, setting: dict[str, float]) -> None:
     with pytest.raises(EngineError, match=f"engine.{next(iter(setting))}="):

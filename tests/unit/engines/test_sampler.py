@@ -6,14 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow.engines.local.sampler import row_key, sample, uniforms
+from astraflow.engines.local.compute.sampler import _truncated, _weights, row_key, sample, uniforms
 from astraflow.errors import EngineError
 
-ROW = np.dtype([("temperature", float), ("logprob_temperature", float), ("top_p", float), ("top_k", np.int64)])
+ROW = np.dtype(
+    [("temperature", float), ("logprob_temperature", float), ("top_p", float), ("top_k", np.int64), ("min_p", float)]
+)
 
 
-def rows(count: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> np.ndarray:
-    return np.array([(temperature, temperature or 1.0, top_p, top_k)] * count, ROW)
+def rows(count: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> np.ndarray:
+    return np.array([(temperature, temperature or 1.0, top_p, top_k, min_p)] * count, ROW)
 
 
 def draw(logits: torch.Tensor, count: int = 20000, **settings: float) -> np.ndarray:
@@ -47,6 +49,32 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
 def test_top_p_counts_what_top_k_left() -> None:
     logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
     assert set(draw(logits, top_k=2, top_p=0.55)) == {0}  # 0.4 / 0.7 = 0.571
+
+
+def test_min_p_keeps_what_is_near_the_most_likely() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    assert set(draw(logits, min_p=0.59)) == {0, 1}
+    assert set(draw(logits, min_p=0.11)) == {0, 1, 2}
+    assert set(draw(logits, min_p=1.0)) == {0}
+    assert set(draw(logits, min_p=0.29, top_p=0.52)) == {0}  # 0.5 / 0.95 = 0.526: top-p counts what min-p left
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 3000}, {"min_p": 0.2}, {"top_k": 2000, "top_p": 0.7}])
+def test_a_large_vocabulary_is_cut_as_a_sort_of_all_of_it_says(settings: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    flat = torch.randn(4, 5000) * torch.tensor([[0.1], [1.0], [3.0], [0.0]])
+    ordered, order = torch.softmax(flat.double(), -1).sort(dim=-1, descending=True, stable=True)
+    if top_k := int(settings.get("top_k", 0)):
+        ordered[:, top_k:] = 0
+    ordered = ordered * (ordered >= settings.get("min_p", 0) * ordered[:, :1])
+    ordered = ordered / ordered.sum(-1, keepdim=True)
+    kept = (ordered > 0) & (ordered.cumsum(-1) - ordered < settings.get("top_p", 1.0))
+    for row in range(3):  # of equal logits, the last row, any may be kept
+        ids = set(draw(flat[row : row + 1], 400, **settings))
+        assert ids <= set(order[row][kept[row]].tolist())
+    weights, _ = _weights(flat)
+    cut, _ = _truncated(weights, weights.sum(-1).double(), rows(4, **settings))
+    assert (cut.flatten(1) > 0).sum(-1).tolist() == pytest.approx(kept.sum(-1).tolist(), abs=1)
 
 
 def test_logprobs_are_before_top_k_and_top_p() -> None:

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow.engines.local.shelf import Prefix, Shelf
+from astraflow.engines.local.caches.shelf import Prefix, Shelf
 
 ids = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 
 
 def prefix(tokens: int) -> Prefix:
-    return Prefix(tokens, torch.zeros(1, 1, tokens, 2), torch.zeros(1, 1, tokens, 2))  # 16 bytes a token
+    return Prefix(tokens, [torch.zeros(1, tokens, 2)], [torch.zeros(1, tokens, 2)])  # 16 bytes a token
 
 
 def array(numbers: list[int]) -> np.ndarray:

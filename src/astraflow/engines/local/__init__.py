@@ -1,4 +1,4 @@
-"""The embedded engine: `engine` is the thread, `decoder` the computation, `rows`, `slots` and `shelf` its state."""
+"""The embedded engine: `engine` is the thread, `decoder` what runs, `compute` the model, `caches` its memory."""
 
 from astraflow.engines.local.engine import LocalEngine
 

@@ -1,73 +1,114 @@
-"""Prefill and decode of ragged rows with any decoder-only Hugging Face model; one thread, no clock, no locks.
+"""Decoding of ragged rows with any decoder-only Hugging Face model; one thread, no clock, no locks.
 
 The invariant of every row: keys and values of all its tokens but the last are stored, computed under the weights in
 force, or, where caches are kept at a swap, under those that were in force when each of them was read. A decode step
 reads the last token of every row, so the first token after a prompt is sampled like any other.
+
+    admit ──► queue ──► join: short prompts together, a long one a chunk per step ──► rows ──► step ──► finished
+                ▲                                                                       │
+                └─── the youngest row, with its tokens, when all together no longer fit into the memory ◄──┘
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
+from astraflow.engines.local.caches.shelf import Prefix, Shelf
+from astraflow.engines.local.caches.slots import SlotCache
+from astraflow.engines.local.compute.passes import Passes
+from astraflow.engines.local.compute.sampler import sample, uniforms
+from astraflow.engines.local.prefill import TOKENS, Long, Prefill
 from astraflow.engines.local.rows import NO_VERSION, Request, Rows
-from astraflow.engines.local.sampler import sample, uniforms
-from astraflow.engines.local.shelf import Prefix, Shelf
-from astraflow.engines.local.slots import SlotCache
 from astraflow.types import FinishReason, Generation
 
 Finished = tuple[Request, Generation]
-_PREFILL_TOKENS = 8192  # of one forward pass, padding included: bounds its memory
+_HEADROOM = 64  # positions that must be free for every row when one joins, so that it stays for a while
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a decoder may use."""
+
+    max_rows: int
+    max_context: int
+    chunk_tokens: int = 512  # read for requests that join between two steps of those that run
+    kv_bytes: int = 0  # keys and values of rows and of a prompt that is read in chunks; 0: no limit
+    shelf_bytes: int = 0
+    position_bytes: int = 0  # keys and values of one token
 
 
 class Decoder:
-    """The rows that run, the weights in force, and what they cost so far."""
+    """The rows that run, those that wait, the weights in force, and what they cost so far."""
 
-    def __init__(
-        self, model: PreTrainedModel, eos_ids: Sequence[int], max_rows: int, max_context: int, shelf_bytes: int = 0,
-        keep_caches: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, passes: Passes, eos_ids: Sequence[int], room: Room, keep_caches: bool = False) -> None:
         """`keep_caches`: running rows go on with the keys and values that they have when the weights change."""
         self.version = -1
-        self.prefill_tokens = 0  # computed: neither padding nor what the shelf held
         self.sampled_tokens = 0
         self.decode_steps = 0
-        self._model = model
-        self._max_context, self._keep_caches = max_context, keep_caches
-        config = model.config.get_text_config()
-        self._rows = Rows(max_rows, max_context, eos_ids, config.vocab_size)
-        self._cache = SlotCache(config.num_hidden_layers, max_rows, max_context)
-        self._shelf = Shelf(shelf_bytes)
+        self.preempted = 0  # times that a row had to give up its place
+        self._passes, self._room, self._keep_caches = passes, room, keep_caches
+        config = passes.model.config.get_text_config()
+        self._rows = Rows(room.max_rows, room.max_context, eos_ids, config.vocab_size)
+        self._cache = SlotCache(
+            config.num_hidden_layers, room.max_rows, room.max_context, room.position_bytes, room.kv_bytes
+        )
+        self._shelf = Shelf(room.shelf_bytes)
+        self._prefill = Prefill(passes, self._rows, self._cache, self._shelf, room.max_context)
+        self._queue: deque[Request] = deque()
+        self._long: Long | None = None
 
     def __len__(self) -> int:
+        return len(self._rows) + self.waiting
+
+    @property
+    def running(self) -> int:
+        """Rows."""
         return len(self._rows)
 
+    @property
+    def waiting(self) -> int:
+        """Requests that were admitted and have no row (any more)."""
+        return len(self._queue) + (self._long is not None)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Computed: neither padding nor what the shelf held."""
+        return self._prefill.tokens
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the memory for keys and values that the rows and a long prompt need; 0 without a limit."""
+        if not self._room.kv_bytes:
+            return 0.0
+        return self._needed(len(self._rows), self._longest()) / self._room.kv_bytes
+
     def admit(self, requests: Sequence[Request]) -> None:
-        """New rows, prefilled together; what the shelf holds of them is not computed again."""
-        new: list[Request] = []
-        known: list[tuple[Request, Prefix]] = []
-        for request in requests:
-            prefix = self._shelf.find(self.version, request.prompt_ids)
-            new.append(request) if prefix is None else known.append((request, prefix))
-        known.sort(key=lambda pair: pair[0].prompt_ids.size - pair[1].tokens)
-        first = len(self._rows)
-        for request in [*new, *(request for request, _ in known)]:
-            self._rows.add(request, self.version)
-        self._reserve()
-        self._prefill(range(first, first + len(new)))
-        if known:
-            self._continue(first + len(new), [prefix for _, prefix in known])
+        """They become rows in this order, as there is room; `join` makes it so."""
+        self._queue.extend(requests)
+
+    def join(self) -> None:
+        """Waiting requests become rows; what the shelf holds of them is not computed again.
+
+        While rows run, about `chunk_tokens` tokens are read, so that no row waits long for its next step.
+        """
+        if not self.waiting:
+            return
+        self._start(self._picked())
+        if self._long is not None:
+            self._read_on(self._long)
 
     def step(self) -> list[Finished]:
         """One token for every row. Returns the requests that ended with it."""
         rows = self._rows
-        self._reserve()
+        if not len(rows):
+            return []
+        self._make_room()
         at = rows.records["length"][:, None] - 1
-        logits = self._forward(self._model, rows.last_ids()[:, None], 0, at, int(at.max()) + 1).logits[:, -1]
+        logits = self._passes.logits(self._cache, rows.last_ids()[:, None], 0, at, int(at.max()) + 1)
         uniform = uniforms(rows.records["key"], rows.records["length"] - rows.records["prompt"])
         ids, logprobs = sample(logits, rows.records, uniform)
         stopped, full = rows.append(ids, logprobs, self.version)
@@ -77,9 +118,15 @@ class Decoder:
         return self._end(stopped | full, lambda row: "stop" if stopped[row] else "length")
 
     def drop_cancelled(self) -> list[Finished]:
-        """End the rows whose request was cancelled, with what they have."""
+        """End the requests that were cancelled, with what they have."""
+        dropped = [request for request in self._queue if request.cancelled]
+        if dropped:
+            self._queue = deque(request for request in self._queue if not request.cancelled)
+        if self._long is not None and self._long.request.cancelled:
+            dropped.append(self._long.request)
+            self._long = None
         gone = np.fromiter((request.cancelled for request in self._rows.requests), bool, len(self._rows))
-        return self._end(gone, lambda row: "cancelled")
+        return [(request, request.ended("cancelled")) for request in dropped] + self._end(gone, lambda row: "cancelled")
 
     def renew(self, version: int) -> None:
         """The model has other weights now; keys and values of all rows are computed afresh under them, or kept."""
@@ -87,109 +134,108 @@ class Decoder:
         self._shelf.clear()
         self._rows.records["cached"] = NO_VERSION if self._keep_caches else version
         if not self._keep_caches:
-            self._prefill(range(len(self._rows)))
+            self._prefill.whole(range(len(self._rows)), version)
+        if self._long is not None:
+            self._prefill.renew(self._long, version, self._keep_caches, self._room.chunk_tokens)
 
-    def _forward(self, model: torch.nn.Module, ids: np.ndarray, first: int, at: np.ndarray, width: int) -> Any:
-        """A pass over tokens `ids` at positions `at` (both [n, tokens]) of the rows from `first` on; each sees what its
-        row holds up to its own position, all of it below `width`."""
-        positions = torch.from_numpy(at)
-        self._cache.expect_tokens(first, positions, width)
-        mask = None
-        if at.shape[1] > 1 or int(at.min()) + 1 < width:
-            hidden = torch.from_numpy(np.arange(width) > at[:, :, None])
-            mask = torch.zeros(hidden.shape, dtype=self._model.dtype).masked_fill_(hidden, -torch.inf)[:, None]
-        return model(
-            input_ids=torch.from_numpy(ids),
-            position_ids=positions,
-            attention_mask=mask,
-            cache=self._cache,
-            use_cache=True,
-        )
-
-    def _prefill(self, rows: range) -> None:
-        """Store keys and values of these rows' prefixes; equal prefixes (siblings of a group) are computed once."""
-        equal: dict[bytes, list[int]] = {}
-        for row in rows:
-            prefix = self._rows.prefix(row)
-            if prefix.size:
-                equal.setdefault(prefix.tobytes(), []).append(row)
-        groups = sorted(equal.values(), key=lambda group: self._rows.prefix(group[0]).size)
-        for start, stop in _chunks([self._rows.prefix(group[0]).size for group in groups]):
-            self._prefill_together(groups[start:stop])
-
-    def _prefill_together(self, groups: Sequence[Sequence[int]]) -> None:
-        prefixes = [self._rows.prefix(group[0]) for group in groups]
-        # Padded on the right: causal attention keeps a row's own tokens from seeing it, so no mask is needed.
-        ids = _padded(prefixes)
-        slots = torch.tensor([row for group in groups for row in group])
-        source = torch.tensor([i for i, group in enumerate(groups) for _ in group])
-        self._cache.expect_prompts(slots, source if len(source) > len(groups) else None)
-        self._model.base_model(
-            input_ids=torch.from_numpy(ids),
-            position_ids=torch.arange(ids.shape[1])[None],
-            cache=self._cache,
-            use_cache=True,
-        )
-        self.prefill_tokens += sum(prefix.size for prefix in prefixes)
-        for group in groups:
-            self._shelve(group[0])
-
-    def _continue(self, first: int, known: Sequence[Prefix]) -> None:
-        """Prefill rows from `first` on, in ascending order of what is missing after their known prefix."""
-        for row, prefix in enumerate(known, first):
-            self._cache.copy_in(row, prefix)
-        missing = [self._rows.prefix(row)[prefix.tokens :] for row, prefix in enumerate(known, first)]
-        start_at = np.array([prefix.tokens for prefix in known])
-        for start, stop in _chunks([ids.size for ids in missing]):
-            ids = _padded(missing[start:stop])
-            if not ids.size:
+    def _picked(self) -> list[tuple[Request, Prefix | None]]:
+        """Who joins now, first come first served, and what is known of each. One that would take too long is read in
+        chunks, and others pass it meanwhile."""
+        budget = self._room.chunk_tokens if len(self._rows) else TOKENS
+        left = budget // 2 if self._long is not None else budget
+        picked: list[tuple[Request, Prefix | None]] = []
+        passed: list[Request] = []
+        seen: set[bytes] = set()
+        longest = self._longest()
+        while self._queue:
+            request = self._queue.popleft()
+            ids = request.ids
+            known = self._shelf.find(self.version, ids)
+            cost = 0 if ids.tobytes() in seen else ids.size - 1 - (known.tokens if known else 0)
+            if cost > budget:
+                if self._long is None:
+                    self._long = self._prefill.begin(request, known, self.version)
+                else:
+                    passed.append(request)
                 continue
-            # Padding writes beyond its row's end, where the row's own later tokens overwrite it before it is read;
-            # the last position of the context is never read.
-            at = np.minimum(start_at[start:stop, None] + np.arange(ids.shape[1]), self._max_context - 1)
-            width = int(max(s + m.size for s, m in zip(start_at[start:stop], missing[start:stop], strict=True)))
-            self._cache.reserve(len(self._rows), int(at.max()) + 1)
-            self._forward(self._model.base_model, ids, first + start, at, width)
-            self.prefill_tokens += sum(m.size for m in missing[start:stop])
+            longest = max(longest, ids.size)
+            if cost > left or not self._has_room(len(picked) + 1, longest):
+                passed.append(request)
+                break
+            left -= cost
+            seen.add(ids.tobytes())
+            picked.append((request, known))
+        self._queue.extendleft(reversed(passed))
+        return picked
 
-    def _shelve(self, row: int) -> None:
-        """Keep what a row has stored, unless the weights changed while it ran and it kept what it had."""
-        prefix, version = self._rows.prefix(row), int(self._rows.records["cached"][row])
-        if prefix.size and version == self.version and not self._shelf.holds(version, prefix):
-            self._shelf.put(version, prefix, self._cache.copy_out(row, prefix.size))
+    def _start(self, picked: Sequence[tuple[Request, Prefix | None]]) -> None:
+        if not picked:
+            return
+        new = [request for request, prefix in picked if prefix is None]
+        known = [(request, prefix) for request, prefix in picked if prefix is not None]
+        known.sort(key=lambda pair: pair[0].ids.size - pair[1].tokens)
+        first = len(self._rows)
+        for request in [*new, *(request for request, _ in known)]:
+            self._rows.add(request, self.version)
+        self._cache.reserve(len(self._rows), self._longest())
+        self._prefill.whole(range(first, first + len(new)), self.version)
+        if known:
+            self._prefill.after(first + len(new), [prefix for _, prefix in known])
 
-    def _reserve(self) -> None:
-        if len(self._rows):
-            self._cache.reserve(len(self._rows), int(self._rows.records["length"].max()))
+    def _read_on(self, long: Long) -> None:
+        """A chunk of a long prompt; once it is read, it becomes a row, and so do siblings that wait."""
+        self._prefill.read_on(long, self._room.chunk_tokens)
+        if not long.is_read or not self._has_room(1, long.ids.size + 1):
+            return
+        self._long = None  # its memory is counted as the row's from here on
+        prefix, key = long.cache.view(0, long.ids.size), long.request.ids.tobytes()
+        siblings = [request for request in self._queue if request.ids.tobytes() == key]
+        for request in [long.request, *siblings]:
+            if not self._has_room(1, long.ids.size + 1):
+                break
+            if request is not long.request:
+                self._queue.remove(request)
+            self._rows.add(request, long.cached)
+            self._cache.reserve(len(self._rows), self._longest())
+            self._cache.copy_in(len(self._rows) - 1, prefix)
+        self._prefill.shelve(len(self._rows) - 1, self.version)
+
+    def _make_room(self) -> None:
+        """For one more token of every row; the youngest give up theirs, keep their tokens, and wait."""
+        while len(self._rows) > 1 and self._needed(len(self._rows), self._longest()) > self._room.kv_bytes > 0:
+            row = int(self._rows.records["turn"].argmax())
+            request = self._rows.requests[row]
+            request.sampled = self._rows.sampled(row).copy()
+            self._queue.appendleft(request)
+            self._remove(np.arange(len(self._rows)) == row)
+            self.preempted += 1
+        self._cache.reserve(len(self._rows), self._longest())
+
+    def _has_room(self, more: int, longest: int) -> bool:
+        """Whether so many more rows fit, the longest of all with so many tokens, and can run for a while."""
+        if not self._room.kv_bytes or not len(self._rows) + more > 1:
+            return True
+        positions = min(max(longest, self._longest()) + _HEADROOM, self._room.max_context)
+        return self._needed(len(self._rows) + more, positions) <= self._room.kv_bytes
+
+    def _needed(self, rows: int, positions: int) -> int:
+        long = 0 if self._long is None else self._long.cache.num_bytes
+        return self._cache.needed(rows, positions) + long
+
+    def _longest(self) -> int:
+        return int(self._rows.records["length"].max()) if len(self._rows) else 0
 
     def _end(self, gone: np.ndarray, reason: Callable[[int], FinishReason]) -> list[Finished]:
         ended = np.flatnonzero(gone).tolist()
         if not ended:
             return []
         finished = [(self._rows.requests[row], self._rows.generation(row, reason(row))) for row in ended]
-        for row in ended:
-            self._shelve(row)
-        source, target = self._rows.remove(gone)
-        if source.size:
-            positions = int(self._rows.records["length"].max())
-            self._cache.move(torch.from_numpy(source), torch.from_numpy(target), positions)
+        self._remove(gone)
         return finished
 
-
-def _chunks(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut ascending `sizes` into runs that hold at most _PREFILL_TOKENS padded to their longest (or are one alone)."""
-    chunks = []
-    start = 0
-    for stop in range(1, len(sizes) + 1):
-        if stop == len(sizes) or sizes[stop] * (stop + 1 - start) > _PREFILL_TOKENS:
-            chunks.append((start, stop))
-            start = stop
-    return chunks
-
-
-def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """[n, longest] int64, zeros on the right."""
-    ids = np.zeros((len(rows), max(row.size for row in rows)), np.int64)
-    for line, row in zip(ids, rows, strict=True):
-        line[: row.size] = row
-    return ids
+    def _remove(self, gone: np.ndarray) -> None:
+        for row in np.flatnonzero(gone).tolist():
+            self._prefill.shelve(row, self.version)
+        source, target = self._rows.remove(gone)
+        if source.size:
+            self._cache.move(source, target, self._longest())

@@ -22,13 +22,14 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 from astraflow.contracts import TokenSink
-from astraflow.engines.local.decoder import Decoder
+from astraflow.engines.local.compute.guard import position_bytes
+from astraflow.engines.local.compute.passes import Passes
+from astraflow.engines.local.compute.sampler import row_key
+from astraflow.engines.local.decoder import Decoder, Room
 from astraflow.engines.local.inbox import Errand, Inbox, Work
 from astraflow.engines.local.rows import Request
-from astraflow.engines.local.sampler import row_key
 from astraflow.engines.local.weights import LiveWeights
 from astraflow.engines.requests import check_sampling, checked_prompt, require
 from astraflow.errors import AstraFlowError, EngineError, ModelError
@@ -42,14 +43,16 @@ _SEEDED_STREAM = -1  # apart from the streams of engine seeds, which are >= 0
 
 
 class LocalEngine:
-    """Continuous batching of one Hugging Face model on this machine's CPU.
+    """Continuous batching of one Hugging Face model on this machine's CPU or on one GPU.
 
     Args: model_dir: a Hugging Face directory; max_concurrency: rows decoded at once, more requests wait; max_context: 0
-    is the model's own limit; threads: intra-op threads, of the whole process; seed: of requests that bring none;
-    delay_s: every request waits this long before it starts; prefix_cache_mb: memory for keys and values of prompts and
-    finished turns that may come back, 0 keeps none; kv_after_swap: what becomes of the keys and values of running rows
-    when the weights change, see `load_weights`; gather_ms: while requests come in one after the other (less than a
-    millisecond apart), the next decode step waits for them at most this long.
+    is the model's own limit, or less where kv_cache_mb holds no more; threads: intra-op threads, of the whole process;
+    seed: of requests that bring none; delay_s: every request waits this long before it starts; prefix_cache_mb: memory
+    for keys and values of prompts and finished turns that may come back, 0 keeps none; kv_cache_mb: memory for those of
+    running rows, more requests wait; prefill_chunk: tokens of prompts read between two decode steps of running rows;
+    kv_after_swap: what becomes of the keys and values of running rows when the weights change, see `load_weights`;
+    gather_ms: while requests come in one after the other (less than a millisecond apart), the next decode step waits
+    for them at most this long; device: auto is a GPU where there is one.
     Raises: ModelError: the directory holds no model that this engine can run. EngineError: a setting out of its range.
     """
 
@@ -58,12 +61,15 @@ class LocalEngine:
         model_dir: Path | str,
         *,
         dtype: str = "float32",
+        device: Literal["auto", "cpu", "cuda"] = "auto",
         max_concurrency: int = 64,
         max_context: int = 0,
         threads: int = 1,
         seed: int = 0,
         delay_s: float = 0.0,
         prefix_cache_mb: int = 256,
+        kv_cache_mb: int = 4096,
+        prefill_chunk: int = 512,
         gather_ms: float = 20.0,
         kv_after_swap: Literal["recompute", "keep"] = "recompute",
     ) -> None:
@@ -72,18 +78,18 @@ class LocalEngine:
         require("engine.threads", threads, threads >= 1, "must be >= 1", "use 1")
         require("engine.delay_s", delay_s, 0 <= delay_s < math.inf, "must be >= 0", "use 0 for none")
         require("engine.prefix_cache_mb", prefix_cache_mb, prefix_cache_mb >= 0, "must be >= 0", "use 0 for none")
+        require("engine.kv_cache_mb", kv_cache_mb, kv_cache_mb >= 1, "must be >= 1", "use 4096")
+        require("engine.prefill_chunk", prefill_chunk, prefill_chunk >= 1, "must be >= 1", "use 512")
         require("engine.gather_ms", gather_ms, 0 <= gather_ms < math.inf, "must be >= 0", "use 0 for none")
         known = kv_after_swap in ("recompute", "keep")
         require("engine.kv_after_swap", kv_after_swap, known, "must be recompute or keep", "use recompute")
         torch.set_num_threads(threads)
-        model = load_model(model_dir, dtype, "sdpa").requires_grad_(False)
-        self._weights = LiveWeights(model, Path(model_dir))
-        self._max_context = _context_limit(model.config, max_context)
-        self._vocab_size: int = model.config.get_text_config().vocab_size
-        self._decoder = Decoder(
-            model, eos_ids(Path(model_dir)), max_concurrency, self._max_context, prefix_cache_mb << 20,
-            kv_after_swap == "keep",
-        )  # fmt: skip
+        passes = Passes(load_model(model_dir, dtype, "sdpa").requires_grad_(False).to(_device(device)))  # type: ignore[arg-type]
+        room = _room(passes, max_concurrency, max_context, prefill_chunk, kv_cache_mb << 20, prefix_cache_mb << 20)
+        self._weights = LiveWeights(passes.model, Path(model_dir))
+        self._max_context = room.max_context
+        self._vocab_size: int = passes.model.config.get_text_config().vocab_size
+        self._decoder = Decoder(passes, eos_ids(Path(model_dir)), room, kv_after_swap == "keep")
         self._max_concurrency, self._seed, self._delay_s = max_concurrency, seed, delay_s
         self._serial = itertools.count()
         self._counts = {"busy_s": 0.0, "requests": 0.0, "swaps": 0.0, "swap_s": 0.0}
@@ -148,14 +154,18 @@ class LocalEngine:
         return self._inbox.ended
 
     def stats(self) -> dict[str, float]:
-        """Counters and gauges of the contract; swap_s: seconds of swaps, caches of running rows included."""
+        """Counters and gauges of the contract; swap_s: seconds of swaps, caches of running rows included; preempted:
+        times that a row had to wait again for memory."""
+        decoder = self._decoder
         return {
             **self._counts,
-            "sampled_tokens": float(self._decoder.sampled_tokens),
-            "decode_steps": float(self._decoder.decode_steps),
-            "prefill_tokens": float(self._decoder.prefill_tokens),
-            "running": float(len(self._decoder)),
-            "waiting": float(len(self._inbox)),
+            "sampled_tokens": float(decoder.sampled_tokens),
+            "decode_steps": float(decoder.decode_steps),
+            "prefill_tokens": float(decoder.prefill_tokens),
+            "preempted": float(decoder.preempted),
+            "running": float(decoder.running),
+            "waiting": float(len(self._inbox) + decoder.waiting),
+            "kv_usage": decoder.kv_usage,
         }
 
     def close(self) -> None:
@@ -184,9 +194,9 @@ class LocalEngine:
             inbox.fail(failure)
 
     def _turn(self, work: Work) -> None:
-        """Cancel, swap, admit, one token for all running rows, answer."""
+        """Cancel, swap, admit, read what joins, one token for all running rows, answer."""
         decoder, inbox = self._decoder, self._inbox
-        finished = [(request, nothing()) for request in work.cancelled_waiting]
+        finished = [(request, request.ended("cancelled")) for request in work.cancelled_waiting]
         if work.cancelled_running:
             finished += decoder.drop_cancelled()
         for errand in work.errands:
@@ -197,8 +207,8 @@ class LocalEngine:
         if work.admitted:
             self._counts["requests"] += len(work.admitted)
             decoder.admit(work.admitted)
-        if len(decoder):
-            finished += decoder.step()
+        decoder.join()
+        finished += decoder.step()
         if finished:
             inbox.finish(finished)
 
@@ -217,26 +227,28 @@ class LocalEngine:
         return version
 
 
-def nothing() -> Generation:
-    """The result of a request that was cancelled before it started."""
-    return Generation(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "cancelled")
+def _device(asked: str) -> torch.device:
+    available = torch.cuda.is_available()
+    require("engine.device", asked, asked in ("auto", "cpu", "cuda"), "must be auto, cpu or cuda", "use auto")
+    require("engine.device", asked, asked != "cuda" or available, "has no GPU here", "use cpu, or auto")
+    return torch.device("cuda" if available and asked != "cpu" else "cpu")
 
 
-def _context_limit(config: PreTrainedConfig, asked: int) -> int:
-    """The longest sequence for which full attention is what the model computes. Raises: ModelError."""
-    settings = config.get_text_config().to_dict()
-    kinds = set(settings.get("layer_types") or ["full_attention"])
-    if not kinds <= {"full_attention", "sliding_attention"}:
+def _room(passes: Passes, rows: int, context: int, chunk: int, kv_bytes: int, shelf_bytes: int) -> Room:
+    """Raises: ModelError: the model cannot be decoded here, or has no such context. EngineError: the memory for keys
+    and values does not hold that context."""
+    limit: int = passes.model.config.get_text_config().max_position_embeddings
+    if context > limit:
         raise ModelError(
-            "config.layer_types", sorted(kinds), "must be attention over all tokens",
-            "use a model whose layers are all of kind full_attention, or the vllm engine",
-        )  # fmt: skip
-    limit: int = config.get_text_config().max_position_embeddings
-    window = settings.get("sliding_window")
-    if window and (not settings.get("layer_types") or "sliding_attention" in kinds):
-        limit = min(limit, window)
-    if asked > limit:
-        raise ModelError(
-            "engine.max_context", asked, f"must be at most {limit}, the model's limit", "use 0 for the model's limit"
+            "engine.max_context", context, f"must be at most {limit}, the model's limit", "use 0 for the model's limit"
         )
-    return asked or limit
+    size = position_bytes(passes)
+    most = kv_bytes // (2 * size)  # one row that runs, and a prompt as long that is read meanwhile
+    require(
+        "engine.kv_cache_mb", kv_bytes >> 20, most >= max(context, 2),
+        f"must be at least {(2 * max(context, 2) * size >> 20) + 1}: twice what {max(context, 2)} tokens need",
+        "raise it, or lower engine.max_context",
+    )  # fmt: skip
+    if not context and most < limit:
+        log.warning("engine.kv_cache_mb=%d holds %d tokens twice: longer ones are refused", kv_bytes >> 20, most)
+    return Room(rows, context or min(limit, most), chunk, kv_bytes, shelf_bytes, size)

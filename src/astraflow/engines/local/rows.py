@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,10 +23,12 @@ _ROW = np.dtype(
         ("temperature", np.float64),
         ("logprob_temperature", np.float64),
         ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("turn", np.int64),  # rows are added in this order
     ]
 )
 NO_VERSION = -2  # below every version, -1 included
-_TOKEN = np.dtype([("id", np.int32), ("logprob", np.float32), ("version", np.int32)])
+TOKEN = np.dtype([("id", np.int32), ("logprob", np.float32), ("version", np.int32)])
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +43,16 @@ class Request:
     ready_s: float
     on_tokens: TokenSink | None = None
     cancelled: bool = False
+    sampled: np.ndarray = field(default_factory=lambda: np.zeros(0, TOKEN))  # before it had to give up its row
+
+    @property
+    def ids(self) -> np.ndarray:
+        """[P + sampled] int32, what its row starts with."""
+        return np.concatenate([self.prompt_ids, self.sampled["id"]]) if self.sampled.size else self.prompt_ids
+
+    def ended(self, reason: FinishReason) -> Generation:
+        """Its result while it has no row."""
+        return _generation(self.sampled, reason)
 
 
 class Rows:
@@ -49,9 +61,10 @@ class Rows:
     def __init__(self, max_rows: int, max_context: int, eos_ids: Sequence[int], vocab_size: int) -> None:
         self.requests: list[Request] = []
         self._num_streaming = 0  # rows whose tokens are handed out as they come
+        self._turns = 0
         self._max_context = max_context
         self._records = np.zeros(max_rows, _ROW)
-        self._tokens = np.zeros((max_rows, 0), _TOKEN)
+        self._tokens = np.zeros((max_rows, 0), TOKEN)
         self._ends = np.zeros(vocab_size, bool)
         self._ends[[i for i in eos_ids if i < vocab_size]] = True
         self._stops = np.full((max_rows, 0), -1, np.int64)  # more ids that end a row, padded with -1
@@ -61,7 +74,7 @@ class Rows:
 
     @property
     def records(self) -> np.ndarray:
-        """[n] records: length, prompt, limit, top_k, key, cached, temperature, logprob_temperature, top_p."""
+        """[n] records, see above."""
         return self._records[: len(self.requests)]
 
     def prefix(self, row: int) -> np.ndarray:
@@ -75,8 +88,10 @@ class Rows:
         return ids.astype(np.int64)
 
     def add(self, request: Request, version: int) -> None:
-        """Append a row whose keys and values will be those of `version`. Grows the lines to hold its limit."""
+        """Append a row whose keys and values will be those of `version`, with what the request had sampled. Grows the
+        lines to hold its limit."""
         row, size, sampling = len(self.requests), len(request.prompt_ids), request.sampling
+        length = size + len(request.sampled)
         limit = min(size + sampling.max_tokens, self._max_context)
         if limit > self._tokens.shape[1]:
             self._tokens = _widened(self._tokens, max(limit, self._tokens.shape[1] * 3 // 2), 0)
@@ -85,10 +100,12 @@ class Rows:
         temperature = sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0
         told = temperature if sampling.logprob_temperature is None else sampling.logprob_temperature
         self._records[row] = (
-            size, size, limit, sampling.top_k, request.key, version, temperature,
-            told if told >= GREEDY_BELOW else 1.0, sampling.top_p,
+            length, size, limit, sampling.top_k, request.key, version, temperature,
+            told if told >= GREEDY_BELOW else 1.0, sampling.top_p, sampling.min_p, self._turns,
         )  # fmt: skip
+        self._turns += 1
         self._tokens["id"][row, :size] = request.prompt_ids
+        self._tokens[row, size:length] = request.sampled
         self._stops[row] = -1
         self._stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
         self.requests.append(request)
@@ -116,9 +133,12 @@ class Rows:
 
     def generation(self, row: int, reason: FinishReason) -> Generation:
         """What row has sampled so far."""
+        return _generation(self.sampled(row), reason)
+
+    def sampled(self, row: int) -> np.ndarray:
+        """[T] tokens of a row after its prompt, a view."""
         record = self._records[row]
-        line = self._tokens[row, record["prompt"] : record["length"]]
-        return Generation(line["id"].copy(), line["logprob"].copy(), line["version"].copy(), reason)
+        return self._tokens[row, record["prompt"] : record["length"]]
 
     def remove(self, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Drop rows where `gone` ([n] bool); the last rows move into the holes. Returns (from, to), equal lengths."""
@@ -133,6 +153,10 @@ class Rows:
         for columns in (self._records, self._tokens, self._stops):
             columns[holes] = columns[movers]
         return movers, holes
+
+
+def _generation(tokens: np.ndarray, reason: FinishReason) -> Generation:
+    return Generation(tokens["id"].copy(), tokens["logprob"].copy(), tokens["version"].copy(), reason)
 
 
 def _widened(columns: np.ndarray, width: int, fill: int) -> np.ndarray:

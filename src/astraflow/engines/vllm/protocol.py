@@ -112,7 +112,7 @@ class VllmServer:
         told = sampling.logprob_temperature
         params: dict[str, Any] = {
             "n": 1, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+            "min_p": sampling.min_p, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
             "seed": sampling.seed, "max_tokens": ask.max_tokens, "min_tokens": 0, "ignore_eos": True,
             "stop_token_ids": list(ask.stop_token_ids), "logprobs": 0, "detokenize": False,
             "extra_args": None if told is None or told == (sampling.temperature or 1.0) else {TOLD: told},

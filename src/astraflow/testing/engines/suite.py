@@ -7,87 +7,64 @@ class TestMine(EngineSuite):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
 import pytest
 
-from astraflow.contracts import Engine
 from astraflow.errors import EngineError
-from astraflow.types import Generation, Sampling
+from astraflow.testing.engines.case import DEADLINE_S, EngineCase, check_generation
+from astraflow.testing.engines.stress import StressSuite
+from astraflow.types import Sampling
 
-_DEADLINE_S = 60.0
-
-
-@dataclass
-class EngineCase:
-    """An engine whose replies do not end by themselves within `long_tokens` tokens."""
-
-    engine: Engine
-    prompt: list[int]  # not longer than max_context - 2 - long_tokens
-    long_tokens: int  # so many that a generation of this length is still running after `advance`
-    tensors: Mapping[str, Any]  # weights that `load_weights` accepts
-    advance: Callable[[], None]  # returns once every request submitted before has at least two tokens
-    finish: Callable[[], None]  # from here on requests may run to their end
+__all__ = ["EngineCase", "EngineSuite", "check_generation"]
 
 
-def check_generation(generation: Generation) -> None:
-    """The shape rules of every result."""
-    assert generation.token_ids.dtype == np.int32
-    assert generation.logprobs.dtype == np.float32
-    assert generation.versions.dtype == np.int32
-    assert generation.token_ids.shape == generation.logprobs.shape == generation.versions.shape
-    assert generation.token_ids.ndim == 1
-    assert np.isfinite(generation.logprobs).all() and (generation.logprobs <= 0).all()
-    assert (np.diff(generation.versions) >= 0).all(), "versions only rise within a generation"
+def _hand(
+    to: list[tuple[int, float, int]], ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]
+) -> None:
+    to.extend(zip(ids, logprobs, versions, strict=True))
 
 
-class EngineSuite:
+class EngineSuite(StressSuite):
     """What every Engine promises."""
-
-    @pytest.fixture
-    def case(self) -> Any:
-        """Override: yields an EngineCase, closes its engine afterwards."""
-        raise NotImplementedError
 
     def test_starts_at_version_minus_one_and_takes_the_loaded_one(self, case: EngineCase) -> None:
         assert case.engine.version == -1
-        assert case.engine.load_weights(3, case.tensors).result(_DEADLINE_S) == 3
+        assert case.engine.load_weights(3, case.tensors).result(DEADLINE_S) == 3
         assert case.engine.version == 3
 
     def test_tokens_carry_the_version_in_force(self, case: EngineCase) -> None:
-        case.engine.load_weights(7, case.tensors).result(_DEADLINE_S)
+        case.engine.load_weights(7, case.tensors).result(DEADLINE_S)
         case.finish()
-        generation = case.engine.submit("a", case.prompt, Sampling(max_tokens=4)).result(_DEADLINE_S)
+        generation = case.engine.submit("a", case.prompt, Sampling(max_tokens=4)).result(DEADLINE_S)
         check_generation(generation)
         assert generation.versions.tolist() == [7, 7, 7, 7]
 
     def test_max_tokens_cuts_by_length(self, case: EngineCase) -> None:
         case.finish()
         for count in (1, 2, 5):
-            generation = case.engine.submit(f"r{count}", case.prompt, Sampling(max_tokens=count)).result(_DEADLINE_S)
+            generation = case.engine.submit(f"r{count}", case.prompt, Sampling(max_tokens=count)).result(DEADLINE_S)
             check_generation(generation)
             assert (len(generation.token_ids), generation.finish_reason) == (count, "length")
 
     def test_a_stop_id_ends_and_stays_the_last_token(self, case: EngineCase) -> None:
         case.finish()
         sampling = Sampling(max_tokens=8, temperature=0.0)
-        free = case.engine.submit("free", case.prompt, sampling).result(_DEADLINE_S).token_ids.tolist()
+        free = case.engine.submit("free", case.prompt, sampling).result(DEADLINE_S).token_ids.tolist()
         stop = free[3]
         stopped = Sampling(max_tokens=8, temperature=0.0, stop_token_ids=(stop,))
-        generation = case.engine.submit("stopped", case.prompt, stopped).result(_DEADLINE_S)
+        generation = case.engine.submit("stopped", case.prompt, stopped).result(DEADLINE_S)
         assert generation.token_ids.tolist() == free[: free.index(stop) + 1]
         assert generation.finish_reason == "stop"
 
     def test_a_swap_keeps_the_tokens_and_labels_each_with_its_own_version(self, case: EngineCase) -> None:
-        case.engine.load_weights(0, case.tensors).result(_DEADLINE_S)
+        case.engine.load_weights(0, case.tensors).result(DEADLINE_S)
         future = case.engine.submit("a", case.prompt, Sampling(max_tokens=case.long_tokens))
         case.advance()
-        case.engine.load_weights(1, case.tensors).result(_DEADLINE_S)
+        case.engine.load_weights(1, case.tensors).result(DEADLINE_S)
         case.finish()
-        generation = future.result(_DEADLINE_S)
+        generation = future.result(DEADLINE_S)
         check_generation(generation)
         assert len(generation.token_ids) == case.long_tokens
         assert set(generation.versions.tolist()) == {0, 1}
@@ -96,7 +73,7 @@ class EngineSuite:
         future = case.engine.submit("a", case.prompt, Sampling(max_tokens=case.long_tokens))
         case.advance()
         case.engine.cancel("a")
-        generation = future.result(_DEADLINE_S)
+        generation = future.result(DEADLINE_S)
         check_generation(generation)
         assert generation.finish_reason == "cancelled"
         assert 2 <= len(generation.token_ids) < case.long_tokens
@@ -104,25 +81,25 @@ class EngineSuite:
     def test_cancel_of_an_unknown_or_finished_request_is_nothing(self, case: EngineCase) -> None:
         case.engine.cancel("never seen")
         case.finish()
-        case.engine.submit("a", case.prompt, Sampling(max_tokens=1)).result(_DEADLINE_S)
+        case.engine.submit("a", case.prompt, Sampling(max_tokens=1)).result(DEADLINE_S)
         case.engine.cancel("a")
-        assert len(case.engine.submit("a", case.prompt, Sampling(max_tokens=1)).result(_DEADLINE_S).token_ids) == 1
+        assert len(case.engine.submit("a", case.prompt, Sampling(max_tokens=1)).result(DEADLINE_S).token_ids) == 1
 
     def test_a_request_id_in_use_is_refused(self, case: EngineCase) -> None:
         first = case.engine.submit("same", case.prompt, Sampling(max_tokens=case.long_tokens))
         with pytest.raises(EngineError, match="request_id=same"):
-            case.engine.submit("same", case.prompt, Sampling(max_tokens=1)).result(_DEADLINE_S)
+            case.engine.submit("same", case.prompt, Sampling(max_tokens=1)).result(DEADLINE_S)
         case.engine.cancel("same")
-        assert first.result(_DEADLINE_S).finish_reason == "cancelled"
+        assert first.result(DEADLINE_S).finish_reason == "cancelled"
 
     def test_the_context_limit_cuts_by_length_and_longer_prompts_are_refused_by_name(self, case: EngineCase) -> None:
         case.finish()
         limit = case.engine.max_context
         prompt = (case.prompt * limit)[:limit]
-        generation = case.engine.submit("fits", prompt[: limit - 1], Sampling(max_tokens=9)).result(_DEADLINE_S)
+        generation = case.engine.submit("fits", prompt[: limit - 1], Sampling(max_tokens=9)).result(DEADLINE_S)
         assert (len(generation.token_ids), generation.finish_reason) == (1, "length")
         with pytest.raises(EngineError, match=f"max_context={limit}"):
-            case.engine.submit("long", prompt, Sampling(max_tokens=9)).result(_DEADLINE_S)
+            case.engine.submit("long", prompt, Sampling(max_tokens=9)).result(DEADLINE_S)
 
     @pytest.mark.parametrize(
         "sampling",
@@ -132,24 +109,25 @@ class EngineSuite:
             Sampling(top_p=0.0),
             Sampling(top_p=1.5),
             Sampling(top_k=-1),
+            Sampling(min_p=1.5),
             Sampling(max_tokens=0),
         ],
     )
     def test_sampling_out_of_range_is_refused(self, case: EngineCase, sampling: Sampling) -> None:
         with pytest.raises(EngineError, match=r"sampling\."):
-            case.engine.submit("a", case.prompt, sampling).result(_DEADLINE_S)
+            case.engine.submit("a", case.prompt, sampling).result(DEADLINE_S)
 
     def test_an_empty_prompt_is_refused(self, case: EngineCase) -> None:
         with pytest.raises(EngineError, match="prompt_ids"):
-            case.engine.submit("a", [], Sampling()).result(_DEADLINE_S)
+            case.engine.submit("a", [], Sampling()).result(DEADLINE_S)
 
     def test_tokens_are_handed_out_as_they_are_sampled(self, case: EngineCase) -> None:
-        case.engine.load_weights(0, case.tensors).result(_DEADLINE_S)
+        case.engine.load_weights(0, case.tensors).result(DEADLINE_S)
         handed: dict[str, list[tuple[int, float, int]]] = {"a": [], "b": []}
         futures = {
             name: case.engine.submit(
                 name, case.prompt, Sampling(max_tokens=case.long_tokens),
-                lambda ids, logprobs, versions, to=to: to.extend(zip(ids, logprobs, versions, strict=True)),
+                partial(_hand, to),
             )
             for name, to in handed.items()
         }  # fmt: skip
@@ -157,14 +135,14 @@ class EngineSuite:
         case.advance()
         assert all(len(tokens) >= 1 and not futures[name].done() for name, tokens in handed.items())
         case.engine.cancel("b")
-        case.engine.load_weights(1, case.tensors).result(_DEADLINE_S)
+        case.engine.load_weights(1, case.tensors).result(DEADLINE_S)
         case.finish()
         for name, future in futures.items():
-            generation = future.result(_DEADLINE_S)
+            generation = future.result(DEADLINE_S)
             columns = (generation.token_ids, generation.logprobs, generation.versions)
             assert handed[name] == list(zip(*(column.tolist() for column in columns), strict=True))
         assert {version for _, _, version in handed["a"]} == {0, 1}
-        assert len(silent.result(_DEADLINE_S).token_ids) == case.long_tokens
+        assert len(silent.result(DEADLINE_S).token_ids) == case.long_tokens
 
     def test_many_requests_at_once_each_get_their_own_length(self, case: EngineCase) -> None:
         case.finish()
@@ -174,14 +152,14 @@ class EngineSuite:
             for i, name in enumerate(lengths)
         }
         for name, future in futures.items():
-            generation = future.result(_DEADLINE_S)
+            generation = future.result(DEADLINE_S)
             check_generation(generation)
             assert len(generation.token_ids) == lengths[name]
 
     def test_stats_count(self, case: EngineCase) -> None:
         case.finish()
         before = case.engine.stats()
-        case.engine.submit("a", case.prompt, Sampling(max_tokens=3)).result(_DEADLINE_S)
+        case.engine.submit("a", case.prompt, Sampling(max_tokens=3)).result(DEADLINE_S)
         after = case.engine.stats()
         assert set(after) >= {
             "busy_s", "sampled_tokens", "prefill_tokens", "requests", "swaps", "running", "waiting",
@@ -198,13 +176,13 @@ class EngineSuite:
         assert not case.engine.ended.done()
         case.engine.close()
         case.engine.close()
-        assert "closed" in str(case.engine.ended.result(_DEADLINE_S))
+        assert "closed" in str(case.engine.ended.result(DEADLINE_S))
         assert ended_before_failure == [True]
         with pytest.raises(EngineError, match="closed"):
-            future.result(_DEADLINE_S)
+            future.result(DEADLINE_S)
         with pytest.raises(EngineError, match="closed"):
-            case.engine.submit("b", case.prompt, Sampling(max_tokens=1)).result(_DEADLINE_S)
+            case.engine.submit("b", case.prompt, Sampling(max_tokens=1)).result(DEADLINE_S)
         with pytest.raises(EngineError, match="closed"):
-            case.engine.load_weights(1, case.tensors).result(_DEADLINE_S)
+            case.engine.load_weights(1, case.tensors).result(DEADLINE_S)
         with pytest.raises(EngineError, match="closed"):
-            case.engine.effective_weights().result(_DEADLINE_S)
+            case.engine.effective_weights().result(DEADLINE_S)

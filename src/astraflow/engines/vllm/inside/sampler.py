@@ -1,7 +1,7 @@
-"""Logprobs as AstraFlow records them: of `log_softmax(logits / temperature)` before top-k and top-p.
+"""Logprobs as AstraFlow records them: of `log_softmax(logits / temperature)` before top-k, min-p and top-p.
 
-vLLM's own processed logprobs are those after top-k and top-p, which a trainer cannot compute. Nothing changes where
-neither is used. A request may ask for the logprobs of another temperature than it samples at.
+vLLM's own processed logprobs are those after them, which a trainer cannot compute. Nothing changes where none is used.
+A request may ask for the logprobs of another temperature than it samples at.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MinPLogitsProcessor, process_dict_updates
 from vllm.v1.sample.sampler import Sampler
 
 TOLD = "astraflow_logprob_temperature"
@@ -56,10 +56,13 @@ def install() -> None:
 def _logprobs(sampler: Sampler, logits: torch.Tensor, metadata: Any) -> torch.Tensor | None:
     """None: vLLM's are the same."""
     told: dict[int, float] = {}
+    cut = metadata.top_k is not None or metadata.top_p is not None
     for processor in metadata.logitsprocs.argmax_invariant:
         if isinstance(processor, ToldTemperatures):
             told = processor.rows
-    if metadata.max_num_logprobs is None or (metadata.top_k is None and metadata.top_p is None and not told):
+        elif isinstance(processor, MinPLogitsProcessor):
+            cut = cut or processor.min_p_count > 0
+    if metadata.max_num_logprobs is None or not (cut or told):
         return None
     temperature = torch.ones(logits.shape[0], device=logits.device)
     if metadata.temperature is not None:

@@ -7,6 +7,7 @@ clears the shelf, since no later request can ask for what is on it.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,16 +18,20 @@ Key = tuple[int, bytes]  # weight version, ids
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """Stored keys and values of `tokens` leading ids, `[layers, heads, tokens, width]`, own memory."""
+    """Keys and values of `tokens` leading ids, per layer `[heads, tokens, width]`."""
 
     tokens: int
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
 
     @property
     def num_bytes(self) -> int:
         """Memory of both."""
-        return self.keys.nbytes + self.values.nbytes
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def copy(self) -> Prefix:
+        """In memory of its own."""
+        return Prefix(self.tokens, [tensor.clone() for tensor in self.keys], [tensor.clone() for tensor in self.values])
 
 
 class Shelf:
@@ -54,14 +59,15 @@ class Shelf:
         return None
 
     def put(self, version: int, ids: np.ndarray, prefix: Prefix) -> None:
-        """Keep `prefix` of all of `ids`, computed by `version`; the longest unused go when there is no room."""
+        """Keep a copy of `prefix` of all of `ids`, computed by `version`; the longest unused go when there is no
+        room."""
         key = (version, ids.tobytes())
         if key in self._stored:
             self._stored.move_to_end(key)
             return
         if prefix.num_bytes > self._max_bytes:
             return
-        self._stored[key] = prefix
+        self._stored[key] = prefix.copy()
         self._lengths[prefix.tokens] += 1
         self._bytes += prefix.num_bytes
         while self._bytes > self._max_bytes:
