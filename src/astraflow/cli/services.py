@@ -134,6 +134,9 @@ def node(
     dataflow: Url,
     name: Annotated[str, typer.Option(help="For people; need not be unique.")] = "",
     concurrency: Annotated[int, typer.Option(help="Episodes played at once.")] = 64,
+    min_concurrency: Annotated[
+        int, typer.Option(min=0, help="To which the load of the engines may lower it; 0: it stays.")
+    ] = 0,
     workers: Annotated[int, typer.Option(min=0, help="Worker processes that run workflow code; 0: clients only.")] = 1,
     watch: Watch = False,
     worker_memory_bytes: WorkerMemory = 8 << 30,
@@ -164,7 +167,7 @@ def node(
 
     options = NodeOptions(
         dataflow_url=dataflow, token=token, name=name or socket.gethostname(), concurrency=concurrency,
-        workers=workers, threads=max(1, threads), delay_s=delay_s, watch=watch,
+        min_concurrency=min_concurrency, workers=workers, threads=max(1, threads), delay_s=delay_s, watch=watch,
         limits=PoolLimits(memory_bytes=worker_memory_bytes), door=_door(swarm, token) if swarm else None,
         on_door=on_door,
     )  # fmt: skip

@@ -253,13 +253,14 @@ def _check_components(config: RunConfig) -> list[str]:
             find(room, component.type, where)
         except Problem as error:
             problems.append(str(error))
+    from astraflow.config.checks.engines import engine_problems
     from astraflow.config.checks.ranks import rank_problems
     from astraflow.config.checks.swarm import swarm_problems
     from astraflow.config.checks.training import training_problems
     from astraflow.config.operators import check_operators  # loads numpy, which --help must not
     from astraflow.config.serving import serving_problems
 
-    problems += check_operators(config) + serving_problems(config)
+    problems += check_operators(config) + serving_problems(config) + engine_problems(config)
     return problems + training_problems(config) + rank_problems(config) + swarm_problems(config)
 
 

@@ -109,6 +109,9 @@ class NodeSection(Strict):
 
     name: Name = "node"
     concurrency: int = Field(64, ge=1, description="episodes played at once")
+    min_concurrency: int = Field(
+        0, ge=0, description="least to which the load of the engines may lower it, by which it starts; 0: it stays"
+    )
     workers: int = Field(
         1, ge=0, description='worker processes that run workflow code; 0, also by workflow.type = "swarm": clients only'
     )

@@ -100,7 +100,9 @@ def _directory(model: str, config: RunConfig) -> Path:
 def leases_of(config: RunConfig, tasks: Sequence[Task], options: PlayOptions) -> Iterator[EpisodeLease]:
     """Every episode to play, sampled as an evaluation round of the run samples at this temperature."""
     sampling = {
-        name: Sampling(temperature=options.temperature, top_p=s.top_p, top_k=s.top_k, max_tokens=s.max_tokens)
+        name: Sampling(
+            temperature=options.temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p, max_tokens=s.max_tokens
+        )
         for name, s in ((name, section.sampling) for name, section in config.policies.items())
     }
     for task in tasks:
@@ -154,7 +156,7 @@ async def _feed(runner: Runner, leases: list[EpisodeLease]) -> None:
     """Hand out what there is room for until everything was played."""
     place = 0
     while place < len(leases):
-        room = await runner.room(1)
+        room = await runner.room(runner.capacity)
         runner.accept(leases[place : place + room])
         place += room
     await runner.emptied()

@@ -216,7 +216,8 @@ class Supervisor:
         if spec.role == "stage":
             return ["stage", spec.subject, *common]
         node = next(n for n in self.config.rollout.nodes if n.name == spec.subject)
-        shape = ["--concurrency", str(node.concurrency), "--workers", str(node.workers), "--delay-s", str(node.delay_s)]
+        shape = ["--concurrency", str(node.concurrency), "--min-concurrency", str(node.min_concurrency)]
+        shape += ["--workers", str(node.workers), "--delay-s", str(node.delay_s)]
         shape += ["--worker-memory-bytes", str(node.worker_memory_bytes), *(["--watch"] if node.watch else [])]
         return ["node", "--name", node.name, *shape, *self._door_of(spec), *common]
 

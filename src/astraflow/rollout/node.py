@@ -47,6 +47,7 @@ from astraflow.rollout.gateway.app import create_app
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.loop import Guarded, first_of, in_thread, run_loop
+from astraflow.rollout.pacing.concurrency import Concurrency, adapt
 from astraflow.rollout.policies import PolicyOptions, Weights, directory_of, start_policy
 from astraflow.rollout.pool import PoolLimits, WorkerPool
 from astraflow.rollout.runner import Runner, RunnerOptions
@@ -64,6 +65,7 @@ from astraflow.wire.patience import FIRST_ANSWER_S, GONE_S, RETRY_S
 log = logging.getLogger("astraflow.node")
 
 POLL_S = 20.0  # longest wait of one request for leases
+_SHARE = 8  # of its places, one in so many must be free before more leases are asked for
 _SWITCH_S = 0.0005  # the engine's thread and the loop share the interpreter; the default of 5 ms stalls calls
 
 
@@ -79,6 +81,7 @@ class NodeOptions:
     token: str | None = None
     name: str = "node"
     concurrency: int = 64  # episodes in play at once
+    min_concurrency: int = 0  # to which the load of the engines may lower it; 0: it stays
     workers: int = 1  # 0: only clients of its door play
     threads: int = 1  # intra-op threads of an engine
     delay_s: float = 0.0  # added to every call of a workflow
@@ -216,8 +219,11 @@ class _Node:
         local = None
         if pool is not None:
             step_s = config.workflow.step_timeout_s
-            plays = RunnerOptions(self._id, options.concurrency, options.delay_s, most, step_timeout_s=step_s)
+            load = Concurrency(options.concurrency, options.min_concurrency)
+            plays = RunnerOptions(self._id, load.limit, options.delay_s, most, step_timeout_s=step_s)
             local = Runner(plays, gateway, engines, pool, self._committer.add, self._announced)
+            if load.adapts:
+                self.tasks.spawn("concurrency loop", adapt(load, local, list(engines.values())))
         self._runners = [] if local is None else [local]
         if options.door is not None:
             self._swarm = self._open_door(config, options.door, gateway, endpoints)
@@ -347,7 +353,7 @@ class _Node:
     async def _room(self, local: Runner | None, swarm: Swarm | None) -> int:
         waits: list[Coroutine[Any, Any, object]] = []
         if local is not None:
-            waits.append(local.room(max(1, self._options.concurrency // 8)))
+            waits.append(local.room(_SHARE))
         if swarm is not None:
             waits.append(swarm.asked())
         await first_of(*waits)

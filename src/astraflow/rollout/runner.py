@@ -39,7 +39,7 @@ class RunnerOptions:
     """What a runner needs to know beside its parts."""
 
     node_id: str
-    capacity: int  # episodes in play at once
+    capacity: int  # episodes in play at once, at first
     delay_s: float = 0.0  # added to every call of a workflow
     max_tokens: int | None = None  # of an episode that is handed in; None: any number
     patience_s: float = 0.5  # an episode waits so long for the newest weights: what starts fresh is rarely dropped
@@ -100,6 +100,7 @@ class Runner:
         self.loop = asyncio.get_running_loop()
         self._options, self._gateway, self._engines, self._pool = options, gateway, engines, pool
         self._on_episode, self._newest, self._on_given_back = on_episode, newest, on_given_back
+        self.capacity = options.capacity
         self._plays: dict[str, _Play] = {}  # by episode_id
         self._waiting: dict[str, _Play] = {}  # the part of them that has not started
         self._freed = asyncio.Event()
@@ -199,11 +200,16 @@ class Runner:
     @property
     def free(self) -> int:
         """Episodes that may be leased now."""
-        return self._options.capacity - len(self._plays)
+        return max(0, self.capacity - len(self._plays))
 
-    async def room(self, at_least: int) -> int:
-        """Waits until `at_least` places are free; gives how many are."""
-        while self.free < at_least:
+    def resize(self, capacity: int) -> None:
+        """From now on so many episodes may be in play; those that are go on."""
+        self.capacity = capacity
+        self._freed.set()
+
+    async def room(self, share: int) -> int:
+        """Waits until one place in `share` is free (at least one); gives how many are."""
+        while self.free < max(1, self.capacity // share):
             self._freed.clear()
             await self._freed.wait()
         return self.free

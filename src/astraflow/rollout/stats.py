@@ -19,12 +19,12 @@ class NodeStats:
     """Flat names; monotonic counters unless said otherwise.
 
     sampled_tokens, prefill_tokens, requests, swaps, ...: summed over the engines; busy_s: their mean, so that idle time
-    is 1 - its growth per second of uptime_s. running, waiting: gauges, requests in the engines. episodes_in_play,
-    episodes_waiting, commit_backlog: gauges. episodes_done, episodes_failed/<kind>, calls, loop_cpu_s (CPU of the event
-    loop's thread: gateway, runner and channels, all calls together), workers_restarted, edits and edits_refused (of
-    the workflow's files), weight_failures, unreachable, commits/<result>, gateway/<counter>. With `weights.check`,
-    weights_checked: versions compared with what the engine computes with; weights_wrong: those with which it does not.
-    With a door, swarm/... (`Swarm.stats`).
+    is 1 - its growth per second of uptime_s. running, waiting: gauges, requests in the engines. kv_usage: gauge, of the
+    fullest engine. concurrency, episodes_in_play, episodes_waiting, commit_backlog: gauges. episodes_done,
+    episodes_failed/<kind>, calls, loop_cpu_s (CPU of the event loop's thread: gateway, runner and channels, all calls
+    together), workers_restarted, edits and edits_refused (of the workflow's files), weight_failures, unreachable,
+    commits/<result>, gateway/<counter>. With `weights.check`, weights_checked: versions compared with what the engine
+    computes with; weights_wrong: those with which it does not. With a door, swarm/... (`Swarm.stats`).
     """
 
     def __init__(self, committer: Committer) -> None:
@@ -65,7 +65,7 @@ class NodeStats:
         stats: dict[str, float] = {}
         for engine in self._engines.values():
             for name, value in engine.stats().items():
-                stats[name] = stats.get(name, 0.0) + value
+                stats[name] = max(stats.get(name, 0.0), value) if name == "kv_usage" else stats.get(name, 0.0) + value
         stats["busy_s"] = stats.get("busy_s", 0.0) / max(1, len(self._engines))
         for check in (each.check for each in weights.values() if each.check is not None):
             for name, count in check.counts.items():
@@ -77,6 +77,7 @@ class NodeStats:
         stats.update({f"commits/{result}": float(n) for result, n in self._committer.results.items()})
         stats.update(
             uptime_s=time.monotonic() - self._since,
+            concurrency=float(sum(runner.capacity for runner in runners)),
             episodes_in_play=float(sum(runner.num_in_play for runner in runners)),
             episodes_waiting=float(sum(runner.num_waiting for runner in runners)),
             commit_backlog=float(self._committer.backlog),

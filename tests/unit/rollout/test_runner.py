@@ -237,11 +237,27 @@ async def test_a_broken_workflow_is_said_at_the_start():
 
 async def test_room_waits_for_free_places():
     async with bench() as made:
-        assert await made.runner.room(100) == 100
+        assert await made.runner.room(1) == 100
         made.runner.accept([lease("hang", i, timeout_s=0.3) for i in range(4)])
         assert made.runner.free == 96
         async with asyncio.timeout(10):
-            assert await made.runner.room(100) == 100
+            assert await made.runner.room(1) == 100
+
+
+async def test_a_runner_that_is_made_smaller_takes_no_more_until_there_is_room_again():
+    async with bench() as made:
+        made.runner.accept([lease("hang", i, timeout_s=0.3) for i in range(4)])
+        made.runner.resize(2)
+        assert (made.runner.free, made.runner.num_in_play) == (0, 4)
+        async with asyncio.timeout(10):
+            assert await made.runner.room(8) >= 1
+            made.runner.accept([lease("hang", 9, timeout_s=30.0)])
+            waits = asyncio.ensure_future(made.runner.room(1))
+            await asyncio.sleep(0)
+            assert not waits.done()
+            made.runner.resize(6)
+            made.runner.cancel_all()
+            assert await waits == 6
 
 
 def test_the_vocabulary_of_the_scripts_is_that_of_the_model():

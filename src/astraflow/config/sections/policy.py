@@ -15,8 +15,9 @@ class SamplingSection(Strict):
     temperature: float = Field(1.0, gt=0, description="> 0 in training")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, description="0: off")
+    min_p: float = Field(0.0, ge=0, le=1, description="share of the most likely token's probability; 0: off")
     max_tokens: int = Field(256, ge=1, description="new tokens of one call; agents may ask for less")
-    agents_choose: list[Literal["temperature", "top_p", "top_k"]] = Field(
+    agents_choose: list[Literal["temperature", "top_p", "top_k", "min_p"]] = Field(
         [], description="what follows an agent's request where it names a value; the rest is as set here"
     )
 

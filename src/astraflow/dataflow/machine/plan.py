@@ -202,7 +202,7 @@ def _mix_plan(config: RunConfig) -> MixPlan:
 
 def _sampling(policy: PolicySection, eval_temperature: float) -> dict[Purpose, Sampling]:
     s = policy.sampling
-    train = Sampling(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_tokens=s.max_tokens)
+    train = Sampling(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p, max_tokens=s.max_tokens)
     return {"train": train, "eval": msgspec.structs.replace(train, temperature=eval_temperature)}
 
 

@@ -1,6 +1,6 @@
 """OpenAI's chat completions as records: what agents send and get, over HTTP or over the worker channel.
 
-Unknown request fields are ignored, as SDKs send many. Extras beyond OpenAI: `top_k` and `return_token_ids` in,
+Unknown request fields are ignored, as SDKs send many. Extras beyond OpenAI: `top_k`, `min_p`, `return_token_ids` in,
 `prompt_token_ids` and `token_ids` out (the names that vLLM uses).
 """
 
@@ -29,6 +29,7 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     temperature: float | None = None  # the lease's value wins, unless the run file lets agents choose
     top_p: float | None = None  # likewise
     top_k: int | None = None  # likewise
+    min_p: float | None = None  # likewise
     max_tokens: int | None = None  # at most the lease's
     max_completion_tokens: int | None = None  # newer name of max_tokens
     n: int | None = None  # each choice is a call of its own
@@ -40,10 +41,9 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     top_logprobs: int | None = None  # 0
     response_format: dict[str, Any] | None = None  # {"type": "text"}
     return_token_ids: bool | None = None
-    presence_penalty: float | None = None  # this and the next three: the run's own sampling wins, which has none
+    presence_penalty: float | None = None  # this and the next two: the run's own sampling wins, which has none
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    min_p: float | None = None
     modalities: list[str] | None = None  # ["text"]
     audio: Any = None  # this and all below: refused by name, see calls.options
     functions: Any = None

@@ -13,8 +13,8 @@ from astraflow.rollout.gateway.dialect import ChatRequest
 from astraflow.rollout.gateway.endpoint import Chat
 from astraflow.types import EpisodeLease, Sampling
 
-_CHOICES = ("temperature", "top_p", "top_k")
-_NEVER_SERVED = (("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0), ("min_p", 0.0))
+_CHOICES = ("temperature", "top_p", "top_k", "min_p")
+_NEVER_SERVED = (("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0))
 
 
 def overridden(request: ChatRequest, base: Sampling, chosen: frozenset[str]) -> bool:

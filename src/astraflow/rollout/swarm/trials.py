@@ -44,7 +44,7 @@ class TrialOptions:
 def trial_options(config: RunConfig, chats: Mapping[str, Chat], row: Callable[[str, int], Task]) -> TrialOptions:
     """As the run file says."""
     sampling = {
-        name: Sampling(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_tokens=s.max_tokens)
+        name: Sampling(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p, max_tokens=s.max_tokens)
         for name, s in ((name, policy.sampling) for name, policy in config.policies.items())
     }
     source = config.evaluation.source if config.evaluation is not None else config.train_sources[0]

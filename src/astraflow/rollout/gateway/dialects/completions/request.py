@@ -30,6 +30,7 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
     temperature: float | None = None  # as in chat completions
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
@@ -62,7 +63,8 @@ def raw_request(request: CompletionRequest) -> RawRequest:
         raise GatewayError("echo", True, "needs a prompt of text", "send text, or put the ids before the reply's")
     raw = RawRequest(model=request.model, messages=[], prompt=prompt)
     raw.max_tokens, raw.n, raw.stop, raw.seed = request.max_tokens, request.n, request.stop, request.seed
-    raw.temperature, raw.top_p, raw.top_k = request.temperature, request.top_p, request.top_k
+    raw.temperature, raw.top_p = request.temperature, request.top_p
+    raw.top_k, raw.min_p = request.top_k, request.min_p
     raw.stream, raw.stream_options = request.stream, request.stream_options
     raw.return_token_ids = request.return_token_ids
     if request.logprobs is not None:
