@@ -84,8 +84,8 @@ def test_no_mask_is_ever_built(make_model, random_rows, monkeypatch):
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=20)
-@given(chunk=st.integers(1, 40))
-def test_chunks_of_the_head_change_nothing(make_model, random_rows, chunk):
+@given(chunk=st.integers(1, 40), few=st.integers(1, 9), width=st.integers(5, 70))
+def test_chunks_of_the_head_change_nothing(make_model, random_rows, chunk, few, width):
     torch.manual_seed(1)
     rows = random_rows([20, 31])
     whole = prepare_model(make_model())
@@ -93,6 +93,8 @@ def test_chunks_of_the_head_change_nothing(make_model, random_rows, chunk):
     a = _packed(whole, rows, 1.3, 1000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "CHUNK_ELEMENTS", 61 * chunk)
+        patch.setattr(forward, "_FEW_ELEMENTS", 61 * few)
+        patch.setattr(forward, "_WIDTH", width)
         b = _packed(parts, rows, 1.3, 1000)
         right = _gradient(parts, b)
     torch.testing.assert_close(torch.cat(a), torch.cat(b), rtol=1e-6, atol=1e-6)

@@ -6,7 +6,7 @@ is trained, in chunks that are computed again in the backward pass, so that [N, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -22,7 +22,10 @@ from astraflow.models.scoring.lean import make_lean
 from astraflow.models.scoring.packing import Pack
 from astraflow.models.scoring.team import ALONE, Team
 
-CHUNK_ELEMENTS = 1 << 25  # logits of one chunk: 128 MB in float32
+CHUNK_ELEMENTS = 1 << 24  # logits of one chunk: 64 MB in float32
+_FEW_ELEMENTS = 1 << 21  # of what is computed from them by element
+_WIDTH = 4096  # words whose gradient is one product: what is added up stays in the cache
+_ON_GPU = 8  # times as many of each, as small products leave a GPU idle
 
 # Settings that change logits after the projection; a model that has one would be scored wrongly.
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
@@ -68,13 +71,7 @@ class PackedPolicy(nn.Module):
         head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         picked = target_states(cast(PreTrainedModel, self.model.base_model), pack, self.team)
         targets = torch.from_numpy(self.team.share(pack.target_ids)).to(picked.device)
-        parts = []
-        size = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
-        for part, wanted in zip(torch.split(picked, size), torch.split(targets, size), strict=True):
-            parts.append(
-                HeadLogprobs.apply(part, head.weight, head.bias, wanted, temperature)  # type: ignore[no-untyped-call]
-            )
-        columns = (torch.cat(column) for column in zip(*parts, strict=True))
+        columns = HeadLogprobs.apply(picked, head.weight, head.bias, targets, temperature)  # type: ignore[no-untyped-call]
         return Scores(*(self.team.together(column, pack.num_targets) for column in columns))
 
 
@@ -108,7 +105,8 @@ def packed_logprobs(
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """Vocabulary projection, log-softmax and pick in one; keeps hidden states only, logits are computed twice."""
+    """Vocabulary projection, log-softmax and pick in one, a chunk of rows after the other. Keeps hidden states only:
+    logits are computed twice."""
 
     @staticmethod
     def forward(
@@ -119,39 +117,80 @@ class HeadLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = _logits(hidden, weight, bias, temperature)
-        norm = logits.logsumexp(-1)
-        logprobs = logits.gather(1, targets[:, None])[:, 0] - norm
-        probabilities = (logits - norm[:, None]).exp_()
-        entropies = norm - (probabilities.mul_(logits)).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, norm, entropies)
+        logprobs, entropies, norms = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        matrix = weight.to(hidden.dtype)
+        for rows in _chunks(hidden, weight, CHUNK_ELEMENTS):
+            logits = _logits(hidden[rows], matrix, bias, temperature)
+            norm = norms[rows] = logits.logsumexp(-1)
+            logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - norm
+            for few in _chunks(logits, weight, _FEW_ELEMENTS):
+                part = (logits[few] - norm[few, None]).exp_().mul_(logits[few])
+                entropies[rows][few] = norm[few] - part.sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        return logprobs, entropies, norm
+        return logprobs, entropies, norms
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """With logits z, p = softmax(z), entropy H and norm Z: d log p_t / dz = 1_t - p, dH / dz = -p (log p + H) and
-        d log Z / dz = p."""
-        hidden, weight, bias, targets, norm, entropies = ctx.saved_tensors
-        of_logprobs, of_entropies, of_norms = (None if g is None else g[:, None] / ctx.temperature for g in gradients)
-        slope = _logits(hidden, weight, bias, ctx.temperature).sub_(norm[:, None])
-        pull = None if of_entropies is None else (slope + entropies[:, None]).mul_(-of_entropies)
-        for of_rows in (None if of_logprobs is None else -of_logprobs, of_norms):
-            if of_rows is not None:
-                pull = of_rows if pull is None else pull.add_(of_rows)
-        assert pull is not None
-        slope = slope.exp_().mul_(pull)
-        if of_logprobs is not None:
-            slope.scatter_add_(1, targets[:, None], of_logprobs)
-        slope = slope.to(hidden.dtype)
-        return (
-            product(slope, weight.to(hidden.dtype).T) if ctx.needs_input_grad[0] else None,
-            weight_gradient(slope, hidden).to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            slope.sum(0).to(weight.dtype) if bias is not None else None,
-            None,
-            None,
-        )
+        """See `_slope` for the gradient of the logits. That of the matrix, as large as itself, is there once."""
+        hidden, weight, bias, targets, norms, entropies = ctx.saved_tensors
+        pulls = [None if g is None else g[:, None] / ctx.temperature for g in gradients]
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        to_bias = torch.zeros_like(bias) if bias is not None else None
+        matrix = weight.to(hidden.dtype)
+        width = _WIDTH * _ON_GPU if hidden.is_cuda else _WIDTH
+        for rows in _chunks(hidden, weight, CHUNK_ELEMENTS):
+            slope = _logits(hidden[rows], matrix, bias, ctx.temperature)
+            for few in _chunks(slope, weight, _FEW_ELEMENTS):
+                pull = [None if column is None else column[rows][few] for column in pulls]
+                _slope(slope[few], targets[rows][few], norms[rows][few], entropies[rows][few], pull)
+            slope = slope.to(hidden.dtype)
+            if to_hidden is not None:
+                to_hidden[rows] = product(slope, matrix.T)
+            if to_weight is not None:
+                for start in range(0, len(weight), width):
+                    words = slice(start, start + width)
+                    to_weight[words] += weight_gradient(slope[:, words], hidden[rows])
+            if to_bias is not None:
+                to_bias += slope.sum(0)
+        return to_hidden, to_weight, to_bias, None, None
+
+
+def _slope(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    norms: torch.Tensor,
+    entropies: torch.Tensor,
+    pulls: Sequence[torch.Tensor | None],
+) -> None:
+    """Logits z [n, V] become their own gradient, in place. With p = softmax(z), entropy H and norm Z:
+    d log p_t / dz = 1_t - p, dH / dz = -p (log p + H) and d log Z / dz = p.
+
+    Args: pulls: gradients of the logprobs, entropies and norms, each [n, 1] or None.
+    """
+    of_logprobs, of_entropies, of_norms = pulls
+    slope = logits.sub_(norms[:, None])
+    pull = None if of_entropies is None else (slope + entropies[:, None]).mul_(-of_entropies)
+    for of_rows in (None if of_logprobs is None else -of_logprobs, of_norms):
+        if of_rows is not None:
+            pull = of_rows if pull is None else pull.add_(of_rows)
+    assert pull is not None
+    slope.exp_().mul_(pull)
+    if of_logprobs is not None:
+        slope.scatter_add_(1, targets[:, None], of_logprobs)
+
+
+def _chunks(rows: torch.Tensor, weight: torch.Tensor, elements: int) -> Iterator[slice]:
+    """Of the N `rows`: chunks of about the same size, of at most so many logits, as `product` likes them."""
+    count = len(rows)
+    most = max(1, elements * (_ON_GPU if rows.is_cuda else 1) // len(weight))
+    most -= most % ROWS if most > ROWS else 0
+    size = -(-count // max(1, -(-count // most)))
+    size = max(1, min(most, size + -size % ROWS))
+    for start in range(0, count, size):
+        yield slice(start, start + size)
 
 
 def _filled(pack: Pack, members: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
@@ -168,7 +207,7 @@ def _filled(pack: Pack, members: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
     """[N, V] float32, divided by the temperature."""
     with torch.autocast(hidden.device.type, enabled=False):  # the caller chose the dtype; backward must find the same
-        logits = product(hidden, weight.to(hidden.dtype)).float()
+        logits = product(hidden, weight).float()
         if bias is not None:
             logits += bias
-    return logits if temperature == 1.0 else logits / temperature
+    return logits if temperature == 1.0 else logits.div_(temperature)
