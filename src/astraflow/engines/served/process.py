@@ -79,11 +79,11 @@ class Launched:
         self._process = self._open(port)
         log.info("%s starts on port %d, log %s", self._command.kind, port, self.log_file)
         web = Web(f"http://127.0.0.1:{port}", self._key)
-        while time.monotonic() - began < self._ready_s:
+        while (left_s := self._ready_s - (time.monotonic() - began)) > 0:
             if (how := self.ended()) is not None:
                 await self.stop()
                 raise self._failed(how)
-            if await answers(web):
+            if await answers(web, left_s):
                 log.info("%s is ready after %.1f s", self._command.kind, time.monotonic() - began)
                 return self._command.open_server(web)
             await asyncio.sleep(_POLL_S)
@@ -109,28 +109,24 @@ class Launched:
         return f"last lines of {self.log_file}:\n{text}\n" if text else f"its log {self.log_file} is empty"
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL to it and all its children."""
+        """SIGKILL to it and all its children: it may hang."""
         process, self._process = self._process, None
         if process is None:
             return
+        _signal(process, signal.SIGKILL)
         assert process.stdin is not None
-        try:
-            os.killpg(process.pid, signal.SIGTERM)
-            await asyncio.to_thread(process.wait, _END_S)
-        except subprocess.TimeoutExpired:
-            log.info("%s does not end by SIGTERM", self._command.kind)
-        except ProcessLookupError:
-            log.debug("%s is gone already", self._command.kind)
-        try:
-            os.killpg(process.pid, signal.SIGKILL)  # its children too, where it left some
-        except (ProcessLookupError, PermissionError):
-            log.debug("%s left nobody", self._command.kind)
         process.stdin.close()
         await asyncio.to_thread(process.wait, _END_S)
 
     async def close(self) -> None:
-        """The log stays where the server failed."""
-        clean = self.ended() is None
+        """SIGTERM first. The log stays where the server failed."""
+        clean = self._process is not None and self.ended() is None
+        if clean and self._process is not None:
+            _signal(self._process, signal.SIGTERM)
+            try:
+                await asyncio.to_thread(self._process.wait, _END_S)
+            except subprocess.TimeoutExpired:
+                log.info("%s does not end by SIGTERM", self._command.kind)
         await self.stop()
         if clean:
             self.log_file.unlink(missing_ok=True)
@@ -173,8 +169,8 @@ class Attached:
     async def start(self) -> Server:
         """Waits for it. Raises: LaunchError: it does not answer."""
         web, began = Web(self._url, self._key), time.monotonic()
-        while time.monotonic() - began < self._ready_s:
-            if await answers(web):
+        while (left_s := self._ready_s - (time.monotonic() - began)) > 0:
+            if await answers(web, left_s):
                 return self._open_server(web)
             await asyncio.sleep(_POLL_S)
         raise LaunchError(
@@ -197,10 +193,18 @@ class Attached:
         """It is not ours."""
 
 
-async def answers(web: Web) -> bool:
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """To its whole group."""
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        log.debug("process %d is gone", process.pid)
+
+
+async def answers(web: Web, within_s: float) -> bool:
     """Its `/health` says that it is well."""
     try:
-        await web.ask("GET", "/health", within_s=_ASK_S)
+        await web.ask("GET", "/health", within_s=min(within_s, _ASK_S))
     except (Lost, Refused):
         return False
     return True

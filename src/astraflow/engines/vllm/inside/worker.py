@@ -84,7 +84,7 @@ def _weight(module: nn.Module) -> torch.Tensor | None:
 def _of(module: nn.Module, kind: str) -> list[torch.Tensor]:
     """A parameter, and what a kernel made of it: on CPUs linear layers compute with their own copy."""
     held = dict(module.named_parameters(recurse=False)).get(kind)
-    found = [held] if held is not None and held.numel() else []
+    found: list[torch.Tensor] = [held] if held is not None and held.numel() else []
     if kind == "weight" and "cpu_linear" in vars(module):
         found.append(_packed(module, held.shape[1] if found and held is not None else None))
     return found
