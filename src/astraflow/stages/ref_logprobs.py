@@ -96,6 +96,7 @@ class RefLogprobs:
         from astraflow.models.lora.merge import load_adapter
         from astraflow.models.registry import model_directory
         from astraflow.models.scoring.forward import prepare_model
+        from astraflow.models.scoring.guard import prepared_as_itself
 
         if self._run.threads:
             torch.set_num_threads(self._run.threads)
@@ -111,7 +112,10 @@ class RefLogprobs:
         elif tensors is not None:
             load_tensors(model, tensors)
         model.to(self._device)  # type: ignore[arg-type]
-        self._models[policy] = prepare_model(model)
+        if self._dtype == "float32":
+            self._models[policy] = prepared_as_itself(model, f"stages.{self._run.name}.model")
+        else:  # rounding would hide what is looked for; the trainer has tried the same layers
+            self._models[policy] = prepare_model(model)
         origin = "version 0" if tensors is not None else directory
         log.info("the reference of %s is %s, %d parameters", policy, origin, model.num_parameters())
         return self._models[policy]

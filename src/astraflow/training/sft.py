@@ -23,12 +23,12 @@ from astraflow.errors import SourceError
 from astraflow.models.chat import ChatTokenizer
 from astraflow.models.load import load_model
 from astraflow.models.lora.layers import add_lora
+from astraflow.models.scoring.guard import prepared_as_itself
 from astraflow.models.scoring.packing import TokenRows, rows_from_lists
 from astraflow.models.scoring.recompute import recompute_activations
 from astraflow.training.checkpoint import save_model
 from astraflow.training.guards.batches import check_rows, longest_row
 from astraflow.training.guards.memory import naming_memory
-from astraflow.training.guards.packed import prepared_as_itself
 from astraflow.training.optimize.frozen import freeze
 from astraflow.training.parallel.ranks import ALONE, Ranks, device_of
 from astraflow.training.parallel.scoring import Scoring

@@ -9,9 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, FalconConfig
 
 from astraflow.config.schema import LoraSection, RunConfig
-from astraflow.errors import Problem
+from astraflow.errors import ModelError, Problem
 from astraflow.models.load import load_model, state_tensors
 from astraflow.models.lora.layers import add_lora, lora_tensors, peft_names
 from astraflow.models.tiny_char import write_tiny_char
@@ -141,3 +142,21 @@ def test_the_reference_of_an_adapter_is_its_version_0(directory: Path, tmp_path:
     assert np.allclose(got[1:], ours, atol=1e-5)
     assert not np.allclose(ours, plain, atol=1e-2)
     stage.close()
+
+
+def test_a_model_that_packs_would_score_wrongly_is_refused(directory: Path, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 62, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(FalconConfig(**sizes, alibi=True, bos_token_id=1, eos_token_id=1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    write_tiny_char(tmp_path, 0)
+    (tmp_path / "config.json").unlink()
+    model.save_pretrained(tmp_path)
+    config = small_config(
+        policies={"actor": {"model": str(directory)}}, sources={"train": {"type": "sums"}},
+        stages={"ref": {"type": "ref_logprobs", "model": str(tmp_path)}},
+    )  # fmt: skip
+    stage = build_stage(StageRun(config, "ref", threads=1))
+    with pytest.raises(ModelError, match="gives other logprobs packed than alone"):
+        stage.run(rows_of(([1, 5, 9], [False, True, True], -1, 0, "actor")))

@@ -21,10 +21,10 @@ from astraflow.config.schema import CriticSection, OptimizerSection
 from astraflow.errors import TrainingError
 from astraflow.models.load import load_model
 from astraflow.models.scoring.forward import target_states
+from astraflow.models.scoring.guard import prepared_as_itself
 from astraflow.models.scoring.packing import Pack, TokenRows
 from astraflow.training.checkpoint import load_optimizer_tensors, optimizer_tensors
 from astraflow.training.credit.chains import Chains
-from astraflow.training.guards.packed import prepared_as_itself
 from astraflow.training.optimize.minibatches import PlacedPacks, spread
 from astraflow.training.optimize.optimizers import build_optimizer, learning_rate
 from astraflow.training.parallel.ranks import Ranks

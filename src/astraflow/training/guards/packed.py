@@ -1,49 +1,14 @@
-"""A model whose tokens would be scored wrongly when sequences lie packed one behind the other."""
+"""A model that is trained or scored by ranks is refused like any other when packs would be scored wrongly."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from astraflow.errors import ModelError
 from astraflow.models.scoring.forward import prepare_model
-from astraflow.models.scoring.packing import pack_rows, rows_from_lists
+from astraflow.models.scoring.guard import prepared_as_itself
 from astraflow.training.parallel.loading import Stored
-from astraflow.training.parallel.ranks import ALONE, Ranks
+from astraflow.training.parallel.ranks import Ranks
 from astraflow.training.parallel.scoring import Scoring, scoring_of
-
-LENGTHS, SHARED = (9, 12, 7), 5  # tokens of the sequences that are tried; the first two have so many in common
-TOLERANCE = 0.01  # nats, of float32; rounding makes 1e-4, a wrong layer around 1
-SHARE = 0.1  # of the tokens may differ: rounding sends one to another expert now and then
-_FIX = "use a decoder whose layers mix tokens by plain causal attention only, as Llama, Qwen3 or Mistral"
-
-
-def prepared_as_itself(model: PreTrainedModel, what: str, score: Scoring | None = None) -> PreTrainedModel:
-    """`prepare_model`, and a few tokens are scored both packed and by the model's own forward pass, alone.
-
-    State-space and linear-attention layers, convolutions over time, position biases and attention sinks do not go
-    through the packed attention: such a model would learn from ratios that mean nothing, without any other sign.
-    Args: model: in float32, with the attention that it was loaded with. what: the setting that asks for it. score: of
-    ranks that have it in parts.
-    Raises: ModelError: they differ, or the model cannot be called packed at all.
-    """
-    kind = type(model).__name__
-    score = score or scoring_of(model, ALONE)
-    with torch.no_grad():
-        alone = _alone(score, model.device, examples := _examples(model))
-        try:
-            prepare_model(model)
-            packed = _packed(score, examples)
-        except (TypeError, AttributeError) as error:
-            raise ModelError(what, kind, f"cannot be called with packed sequences ({error})", _FIX) from error
-    gap = (alone - packed).abs()
-    if (gap > TOLERANCE).float().mean() > SHARE:  # not finite weights are another fault, and no gap
-        raise ModelError(
-            what, kind, f"gives other logprobs packed than alone (by up to {gap.max():.2g} nats): it has layers that "
-            "do not go through packed attention", _FIX,
-        )  # fmt: skip
-    return model
 
 
 def prepared_scoring(model: PreTrainedModel, what: str, ranks: Ranks, stored: Stored) -> Scoring:
@@ -57,32 +22,3 @@ def prepared_scoring(model: PreTrainedModel, what: str, ranks: Ranks, stored: St
     else:
         prepared_as_itself(model, what, score)
     return score
-
-
-def _examples(model: PreTrainedModel) -> list[torch.Tensor]:
-    inputs = model.get_input_embeddings()
-    assert isinstance(inputs, nn.Embedding)
-    draw = torch.Generator().manual_seed(0)  # of its own: the run's stays as it is
-    examples = [torch.randint(0, inputs.num_embeddings, (length,), generator=draw) for length in LENGTHS]
-    examples[1][:SHARED] = examples[0][:SHARED]
-    return examples
-
-
-def _alone(score: Scoring, device: torch.device, examples: list[torch.Tensor]) -> torch.Tensor:
-    """Logprobs of the tokens of each example but the first one, end to end."""
-    found = []
-    for ids in examples:
-        here = ids.to(device)
-        logits = score.itself(here)[:-1].float()
-        found.append(logits.log_softmax(-1).gather(1, here[1:, None])[:, 0])
-    return torch.cat(found).cpu()
-
-
-def _packed(score: Scoring, examples: list[torch.Tensor]) -> torch.Tensor:
-    """The same, of one pack with all of them."""
-    rows = rows_from_lists([(ids.numpy(), torch.arange(len(ids)).numpy() > 0) for ids in examples])
-    (pack,) = pack_rows(rows, sum(LENGTHS))
-    sizes = torch.from_numpy(pack.target_sequence).bincount().tolist()
-    own = torch.split(score(pack, 1.0).logprobs.cpu(), sizes)
-    by_row = dict(zip(pack.rows.tolist(), own, strict=True))
-    return torch.cat([by_row[row] for row in range(len(examples))])

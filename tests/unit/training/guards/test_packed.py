@@ -18,7 +18,7 @@ from transformers import (
 from astraflow.config.schema import RunConfig
 from astraflow.errors import ModelError
 from astraflow.models.scoring.attention import IMPLEMENTATION
-from astraflow.training.guards.packed import prepared_as_itself
+from astraflow.models.scoring.guard import prepared_as_itself
 from astraflow.training.learner import Learner
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
