@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup quickstart two-nodes smollm2 test test-vllm gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup quickstart two-nodes smollm2 test test-vllm gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -112,6 +112,9 @@ bench-training: $(VENV)/.smollm2 $(PEERS)/.ready  ## tokens per second and memor
 
 bench-context: $(VENV)/.dev  ## update of episodes of many calls: no merging, linear merging, prefix tree
 	@$(BIN)/python -m benchmarks.bench_context $(ARGS)
+
+bench-engines: $(VENV)/.smollm2  ## tokens per second of the embedded engine, plain generate, and vLLM if `make test-vllm` was run
+	@$(BIN)/python -m benchmarks.bench_engines $(if $(wildcard $(VLLM)/bin/python),--vllm=$(abspath $(VLLM))/bin/python) $(ARGS)
 
 bench-quickstart: $(VENV)/.dev  ## does the quickstart learn from every seed, and as well when it is synchronous
 	@$(BIN)/python -m benchmarks.bench_quickstart $(ARGS)
