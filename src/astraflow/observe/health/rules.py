@@ -162,7 +162,7 @@ def _waiting(w: Window) -> str | None:
     if w.count < WINDOW or idle <= 0.8:
         return None
     fix = "raise batch.max_staleness above 0, " if w.limits.max_staleness == 0 else ""
-    return f"the trainer waits {idle:.0%} of its time; {fix}add nodes, or raise their concurrency"
+    return f"the trainer waits {idle:.0%} of its time; {fix}add nodes or swarm clients, or raise their concurrency"
 
 
 def _failures(w: Window) -> str | None:
