@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from benchmarks.engines.work import GAP_TOKENS, KINDS, Asked, Work, requests
 
 _NUMBERS = itertools.count()
 _WAIT_S = 600.0
+_DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"float32": "float32", "bfloat16": "bfloat16"}
 
 
 def start(work: Work) -> Engine:
@@ -38,9 +39,9 @@ def start(work: Work) -> Engine:
         return LocalEngine(work.directory, dtype=work.dtype, threads=work.threads, max_concurrency=rows, device="cpu")
     from astraflow.engines.vllm.engine import VllmEngine
 
-    args: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024}
     return VllmEngine(
-        work.directory, python=work.vllm, dtype=work.dtype, threads=work.threads, max_concurrency=rows, args=args  # type: ignore[arg-type]
+        work.directory, python=work.vllm, dtype=_DTYPES[work.dtype], threads=work.threads, max_concurrency=rows,
+        max_context=1024, args={"enforce_eager": True},
     )  # fmt: skip
 
 
