@@ -22,7 +22,7 @@ esac
 mkdir -p "$out" || exit 2
 out="$(cd "$out" && pwd)"
 # Seconds that a part may take; 470 in all.
-declare -A limit=([tests]=50 [packing]=50 [update]=140 [delta]=50 [engine]=70 [quickstart]=110)
+declare -A limit=([tests]=70 [packing]=50 [update]=140 [delta]=50 [engine]=50 [quickstart]=110)
 
 export PYTHONPATH="$top/src:$top${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 if [ -n "${WHEELS:-}" ]; then
