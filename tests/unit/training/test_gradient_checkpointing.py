@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from astraflow.config.schema import RunConfig
+from astraflow.models.scoring import recompute
 from astraflow.training.learner import Learner
 
 
@@ -17,7 +16,7 @@ def _layers(model):
 
 
 def _recomputed(model):
-    return [isinstance(layer.__dict__.get("forward"), partial) for layer in _layers(model)]
+    return [layer.__dict__["forward"].func is recompute._forward for layer in _layers(model)]
 
 
 @pytest.fixture

@@ -36,8 +36,10 @@ class StoreLook:
         if x.name == "resume":
             self._urls = tuple(x.body.get("urls", ()))
         version = x.body.get("version", -1)
-        # Two acknowledged steps may still be under way; the store need not keep more than it must.
-        candidates = range(version, max(-1, version - 1 - _UNDER_WAY), -1) if x.name == "ack" else (version,)
+        # Two acknowledged steps may still be under way. Versions become visible in order and the store need not keep
+        # more than it must, so of a checkpoint that is reported late a later version may be what is left.
+        under_way = x.name == "ack"
+        candidates = range(version, max(-1, version - 1 - _UNDER_WAY), -1) if under_way else range(version, version + 8)
         for candidate in candidates:
             for url in self._urls:
                 if (payload := self._manifest(url, candidate)) is not None:
