@@ -32,6 +32,23 @@ async def test_the_first_prompt_is_the_rendered_template(world: Any) -> None:
     assert world.prompt_text() == "<s><|user|>hi</s>\n<|assistant|>"
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_of_two_equal_replies_the_later_call_is_continued(world: Any, fakes: Any, order: tuple[int, int]) -> None:
+    asks = [asyncio.ensure_future(world.ask([USER])) for _ in range(2)]
+    while len(world.engine.held) < 2:
+        await asyncio.sleep(0)
+    futures = list(world.engine.held.values())
+    written = [["hello", "</s>"], ["he", "llo", "</s>"]]
+    for number in order:  # in which they end
+        futures[number].set_result(fakes.generation([fakes.IDS[word] for word in written[number]], "stop"))
+        await asks[number]
+    world.engine.say("x")
+    await world.ask([USER, {"role": "assistant", "content": "hello"}, MORE])
+    _, later, third = world.close()
+    own = [*later.prompt_ids.tolist(), *later.generation.token_ids.tolist()]
+    assert third.prompt_ids[: len(own)].tolist() == own
+
+
 async def test_a_follow_up_reuses_ids_and_encodes_only_what_is_new(world: Any) -> None:
     world.engine.say("yes", "no")
     reply = await world.ask([USER])

@@ -116,6 +116,20 @@ async def test_what_was_answered_by_an_error_is_tried_anew_also_beside_an_equal_
     assert later == again and len(world.close()) == 2
 
 
+async def test_an_error_that_was_tried_anew_hides_no_sample_that_still_runs(world: Any) -> None:
+    asked = await begin(world, request(), FIRST)
+    (running,) = world.engine.held
+    world.engine.script.append(EngineError("engine", "down", "is closed", "restart"))
+    with pytest.raises(GatewayError):
+        await world.gateway.chat(world.key, request(), FIRST)
+    world.engine.say("b")
+    await world.gateway.chat(world.key, request(), AGAIN)  # for the error
+    world.gateway._episodes[world.key].retries._begun[-1].ended_s -= KEPT_S + 1
+    joined = await begin(world, request(), AGAIN)  # for the one whose answer is not there yet
+    world.engine.release(running, "a")
+    assert await asked == await joined and len(world.close()) == 2
+
+
 async def test_a_retry_of_a_stream_reads_it_from_its_start(world: Any) -> None:
     world.engine.say("abc")
     streams = [world.gateway.stream(world.key, request(stream=True), retry) for retry in (FIRST, AGAIN)]

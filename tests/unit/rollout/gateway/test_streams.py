@@ -247,6 +247,17 @@ async def test_an_agent_that_hangs_up_in_the_middle_has_what_it_got_captured(sta
     assert second.prompt_ids.tolist()[: len(own)] == own and not second.forked
 
 
+async def test_a_choice_that_has_said_nothing_when_an_agent_hangs_up_is_no_call(stage: Any) -> None:
+    made = stage("abc", "de")
+    reader = Reader(made.stream(n=2))
+    await made.turn()
+    made.engine.step(2, made.engine.seen[0][0])
+    await made.turn()
+    await reader.hang_up()
+    (call,) = made.close()
+    assert made.chat.decode(call.generation.token_ids) == "ab" and made.engine.stats()["running"] == 0
+
+
 async def test_what_was_held_back_when_an_agent_hung_up_is_not_put_into_its_mouth(stage: Any) -> None:
     made = stage("abENx", "next")
     reader = Reader(made.stream(stop="END"))

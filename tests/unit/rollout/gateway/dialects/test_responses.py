@@ -204,6 +204,17 @@ async def test_cancelling_stops_the_engine(world: Any, agent: Any) -> None:
     assert world.close() == []
 
 
+async def test_what_is_deleted_stops_its_engine_and_is_referred_to_no_more(world: Any, agent: Any, until: Any) -> None:
+    reply = await agent.responses.create(model="actor", input="hi", background=True)
+    await agent.responses.delete(reply.id)
+    await until(lambda: world.engine.cancelled)
+    world.engine.say("one")
+    reply = await agent.responses.create(model="actor", input="hi")
+    await agent.responses.delete(reply.id)
+    with pytest.raises(openai.NotFoundError, match="is not an item of this episode"):
+        await agent.responses.create(model="actor", input=[{"type": "item_reference", "id": reply.output[0].id}])
+
+
 async def test_an_agent_that_hangs_up_cancels_its_call(world: Any, agent: Any, until: Any) -> None:
     call = asyncio.ensure_future(agent.responses.create(model="actor", input="hi"))
     await until(lambda: world.engine.held)
