@@ -41,7 +41,7 @@ def start(work: Work) -> Engine:
 
     return VllmEngine(
         work.directory, python=work.vllm, dtype=_DTYPES[work.dtype], threads=work.threads, max_concurrency=rows,
-        max_context=1024, args={"enforce_eager": True},
+        max_context=1024, args={"enforce_eager": True}, env={"VLLM_CPU_KVCACHE_SPACE": "1"},
     )  # fmt: skip
 
 

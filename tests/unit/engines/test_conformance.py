@@ -73,7 +73,7 @@ class TestScripted(EngineSuite):
         engine = ScriptedEngine(lambda prompt, number: list(range(3, 3 + 4000)), held=True)
         yield EngineCase(
             engine=engine, prompt=PROMPT, long_tokens=300, tensors={},
-            advance=lambda: engine.step(2), finish=engine.release,
+            advance=lambda: engine.step(2), finish=engine.release, tick=engine.step,
             crash=lambda: engine.fail(EngineError("engine", "broken", "was told to", "start another")),
         )  # fmt: skip
         engine.close()

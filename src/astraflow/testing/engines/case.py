@@ -28,6 +28,7 @@ class EngineCase:
     tensors: Mapping[str, Any]  # weights that `load_weights` accepts
     advance: Callable[[], None]  # returns once every request submitted before has at least two tokens
     finish: Callable[[], None]  # from here on requests may run to their end
+    tick: Callable[[], None] | None = None  # of an engine that is held: all may get a token, at any moment
     pause: Callable[[], None] = _nothing  # no request gets a token
     resume: Callable[[], None] = _nothing  # after `pause`
     crash: Callable[[], None] | None = None  # it breaks as it may break by itself

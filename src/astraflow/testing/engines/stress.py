@@ -80,11 +80,13 @@ class StressSuite:
     def test_random_submits_cancels_swaps_and_pauses_lose_nothing(self, case: EngineCase) -> None:
         draw = np.random.default_rng(0)
         case.engine.load_weights(0, case.tensors).result(DEADLINE_S)
+        if case.tick is None:
+            case.finish()
         asked: list[_Asked] = []
         swaps: list[Future[int]] = []
         paused = False
         for _ in range(case.num_events):
-            event = draw.choice(["submit", "cancel", "swap", "pause", "advance"], p=[0.6, 0.15, 0.08, 0.12, 0.05])
+            event = draw.choice(["submit", "cancel", "swap", "pause", "tick"], p=[0.6, 0.15, 0.08, 0.12, 0.05])
             if event == "submit":
                 asked.append(_submit(case, len(asked), len(swaps), draw))
             elif event == "cancel" and asked:
@@ -96,8 +98,8 @@ class StressSuite:
             elif event == "pause":
                 (case.resume if paused else case.pause)()
                 paused = not paused
-            elif event == "advance" and not paused:
-                case.advance()
+            elif event == "tick" and not paused and case.tick is not None:
+                case.tick()
         if paused:
             case.resume()
         case.finish()
