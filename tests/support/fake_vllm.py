@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 PARAMS: dict[str, Any] = {
-    "n": 1, "temperature": float, "top_p": float, "top_k": int, "min_p": 0.0, "presence_penalty": 0.0,
+    "n": 1, "temperature": float, "top_p": float, "top_k": int, "min_p": float, "presence_penalty": 0.0,
     "frequency_penalty": 0.0, "repetition_penalty": 1.0, "seed": (int, type(None)), "max_tokens": int,
     "min_tokens": 0, "ignore_eos": True, "stop_token_ids": list, "logprobs": 0, "detokenize": False,
     "extra_args": (dict, type(None)),

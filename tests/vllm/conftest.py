@@ -11,17 +11,16 @@ import pytest
 from astraflow.config.env import cache_dir
 from astraflow.models.registry import model_directory
 
-ENGINE: dict[str, Any] = {"args": {"enforce_eager": True}, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}, "max_context": 1024}
-"""Options that make a server of a small model start fast and stay small."""
-
 
 @pytest.fixture(scope="session")
-def python() -> str:
-    """The interpreter that has vLLM."""
-    found = os.environ.get("ASTRAFLOW_TEST_VLLM", "")
-    if not found:
+def options() -> dict[str, Any]:
+    """Of a server of a small model that starts fast and stays small."""
+    python = os.environ.get("ASTRAFLOW_TEST_VLLM", "")
+    if not python:
         pytest.fail("ASTRAFLOW_TEST_VLLM names no interpreter that has vLLM; run: make test-vllm", pytrace=False)
-    return found
+    return {
+        "python": python, "args": {"enforce_eager": True}, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}, "max_context": 1024,
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +18,18 @@ from astraflow.engines.vllm.engine import VllmEngine
 from astraflow.models.load import effective_checksum, load_model, load_tensors, state_tensors
 from astraflow.testing.engines.suite import check_generation
 from astraflow.types import EffectiveWeights, Generation, Sampling
-from conftest import ENGINE  # type: ignore[import-not-found]  # of this folder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+EOS = 2
 PROMPT = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
 GAP = 2e-4
 """float32, the greatest of some hundred tokens: two libraries add in another order."""
 
 
 @pytest.fixture(scope="module")
-def engine(python: str, smollm2: Path) -> Iterator[VllmEngine]:
-    made = VllmEngine(smollm2, python=python, dtype="float32", max_concurrency=16, **ENGINE)
+def engine(options: dict[str, Any], smollm2: Path) -> Iterator[VllmEngine]:
+    made = VllmEngine(smollm2, dtype="float32", max_concurrency=16, **options)
+    made._model = replace(made._model, stop_ids=())  # no reply ends by itself
     yield made
     made.close()
 
@@ -77,8 +80,9 @@ def test_a_seed_gives_the_same_tokens_and_a_stop_id_stays(engine: VllmEngine) ->
         for number, seed in enumerate((7, 7, 8))
     )
     assert first.token_ids.tolist() == second.token_ids.tolist() != third.token_ids.tolist()
-    greedy = engine.submit("g", PROMPT, Sampling(max_tokens=20, temperature=0.0)).result(120)
-    assert (greedy.finish_reason, greedy.token_ids[-1]) == ("stop", 2), "EOS is sampled and stays"
+    sampling = Sampling(max_tokens=20, temperature=0.0, stop_token_ids=(EOS,))
+    greedy = engine.submit("g", PROMPT, sampling).result(120)
+    assert (greedy.finish_reason, greedy.token_ids[-1]) == ("stop", EOS), "it is sampled and stays"
     stop = int(greedy.token_ids[3])
     sampling = Sampling(max_tokens=20, temperature=0.0, stop_token_ids=(stop,))
     stopped = engine.submit("t", PROMPT, sampling).result(120)
@@ -96,8 +100,7 @@ def test_weights_change_in_flight_and_each_token_is_of_its_own_version(
         if len(handed) >= 20:
             news.set()
 
-    ignored = Sampling(max_tokens=150, temperature=1.5)
-    future = engine.submit("long", [*PROMPT[:-2], 28], ignored, receive)
+    future = engine.submit("long", PROMPT, Sampling(max_tokens=150, temperature=1.5), receive)
     assert news.wait(120)
     engine.load_weights(2, tensors).result(120)
     generation = future.result(120)
@@ -110,9 +113,8 @@ def test_weights_change_in_flight_and_each_token_is_of_its_own_version(
     at = int((generation.versions == 1).sum())
     before = Generation(generation.token_ids[:at], generation.logprobs[:at], generation.versions[:at], "length")
     after = Generation(generation.token_ids[at:], generation.logprobs[at:], generation.versions[at:], "length")
-    prompt = [*PROMPT[:-2], 28]
-    assert gap(model, prompt, before, 1.5) < GAP
-    assert gap(changed, prompt + before.token_ids.tolist(), after, 1.5) < GAP, "caches of older weights were dropped"
+    assert gap(model, PROMPT, before, 1.5) < GAP
+    assert gap(changed, PROMPT + before.token_ids.tolist(), after, 1.5) < GAP, "caches of older weights were dropped"
     fresh = engine.submit("fresh", PROMPT, Sampling(max_tokens=16)).result(120)
     assert gap(changed, PROMPT, fresh, 1.0) < GAP, "so was the prefix cache"
     assert engine.effective_weights().result(120) == EffectiveWeights(2, "float32", effective_checksum(tensors))
@@ -121,7 +123,7 @@ def test_weights_change_in_flight_and_each_token_is_of_its_own_version(
 def test_a_killed_server_comes_back_with_the_newest_weights(engine: VllmEngine, model: PreTrainedModel) -> None:
     tensors, news = other(model, 2), threading.Event()
     engine.load_weights(3, tensors).result(120)
-    future = engine.submit("b", PROMPT[:-2], Sampling(max_tokens=60, temperature=1.5), lambda *_: news.set())
+    future = engine.submit("b", PROMPT, Sampling(max_tokens=60, temperature=1.5), lambda *_: news.set())
     assert news.wait(120)
     os.killpg(engine._keeper.host._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     generation = future.result(300)
@@ -129,13 +131,13 @@ def test_a_killed_server_comes_back_with_the_newest_weights(engine: VllmEngine, 
     assert set(generation.versions.tolist()) == {3} and engine.stats()["restarts"] == 1
     changed = load_model(Path(model.name_or_path), "float32")
     load_tensors(changed, tensors)
-    assert gap(changed, PROMPT[:-2], generation, 1.5) < GAP
+    assert gap(changed, PROMPT, generation, 1.5) < GAP
     assert engine.effective_weights().result(120) == EffectiveWeights(3, "float32", effective_checksum(tensors))
 
 
 def test_cancelling_ends_it_at_once(engine: VllmEngine) -> None:
     news = threading.Event()
-    future = engine.submit("c", PROMPT[:-2], Sampling(max_tokens=900, temperature=1.5), lambda *_: news.set())
+    future = engine.submit("c", PROMPT, Sampling(max_tokens=900, temperature=1.5), lambda *_: news.set())
     assert news.wait(120)
     engine.cancel("c")
     assert future.result(10).finish_reason == "cancelled"

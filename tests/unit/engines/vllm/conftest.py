@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import stat
 import sys
 import time
@@ -38,6 +40,10 @@ class Played:
         requests = int(stats["running"] + stats["waiting"])
         self.tell("step", tokens=tokens, requests=requests)
         self.until(lambda: self.engine.stats()["sampled_tokens"] >= stats["sampled_tokens"] + tokens * requests)
+
+    def kill(self) -> None:
+        """The server and all its children."""
+        os.killpg(self.engine._keeper.host._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
 
     def until(self, holds: Callable[[], bool]) -> None:
         end = time.monotonic() + LIMIT_S

@@ -11,11 +11,18 @@ from astraflow.testing.engines.suite import EngineCase, EngineSuite
 
 
 class TestVllm(EngineSuite):
+    """Held: tokens come when the test says so. After a crash requests go on in another life of the server."""
+
     @pytest.fixture
     def case(self, start: Callable[..., Any], endless_dir: Path) -> EngineCase:
         played = start(args={"fake_held": True})
+
+        def crash() -> None:
+            played.kill()
+            played.until(lambda: played.engine.stats()["restarts"] == 1 and played.engine._keeper.serving.is_set())
+
         return EngineCase(
             engine=played.engine, prompt=[1, 5, 9, 13, 17, 21], long_tokens=300,
-            tensors=state_tensors(load_model(endless_dir)), advance=played.step,
-            finish=lambda: played.tell("release"),
+            tensors=state_tensors(load_model(endless_dir)), advance=played.step, crash=crash, recovers=True,
+            finish=lambda: played.tell("release"), tick=lambda: played.tell("step", tokens=1, requests=0),
         )  # fmt: skip

@@ -34,10 +34,6 @@ def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor * 2 for name, tensor in tensors.items()}
 
 
-def kill(played: Any) -> None:
-    os.killpg(played.engine._keeper.host._process.pid, signal.SIGKILL)
-
-
 def test_a_killed_server_comes_back_with_the_newest_weights_and_requests_go_on(
     start: Start, tensors: dict[str, torch.Tensor]
 ) -> None:
@@ -48,7 +44,7 @@ def test_a_killed_server_comes_back_with_the_newest_weights_and_requests_go_on(
     before = engine.effective_weights().result(60)
     future = engine.submit("a", PROMPT, Sampling(max_tokens=20))
     played.step(5)
-    kill(played)
+    played.kill()
     played.until(lambda: engine.stats()["restarts"] == 1 and engine._keeper.serving.is_set())
     played.step(3)
     engine.load_weights(2, changed(tensors)).result(60)
@@ -120,7 +116,7 @@ def test_a_server_that_dies_too_often_ends_the_engine_with_its_last_words(start:
     played.step(5)
     ended_first: list[bool] = []
     future.add_done_callback(lambda _: ended_first.append(played.engine.ended.done()))
-    kill(played)
+    played.kill()
     assert "SIGKILL" in str(played.engine.ended.result(60))
     assert "max_restarts=0" in str(future.exception(60)) and ended_first == [True]
     with pytest.raises(EngineError, match="max_restarts=0"):

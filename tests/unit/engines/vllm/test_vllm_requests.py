@@ -33,14 +33,21 @@ def bodies(played: Any) -> list[dict[str, Any]]:
 def test_every_sampling_parameter_is_sent(start: Start, eos_dir: Path) -> None:
     played = start(model_dir=eos_dir)
     sampling = Sampling(
-        temperature=0.7, top_p=0.9, top_k=5, max_tokens=6, stop_token_ids=(11,), logprob_temperature=1.5, seed=4
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        max_tokens=6,
+        stop_token_ids=(11,),
+        logprob_temperature=1.5,
+        seed=4,
     )
     played.engine.submit("a", PROMPT, sampling).result(60)
     played.engine.submit("b", PROMPT, Sampling(temperature=0.0, logprob_temperature=1.0)).result(60)
     first, second = bodies(played)
     assert first["token_ids"] == PROMPT
     assert first["sampling_params"] == {
-        "n": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.0, "presence_penalty": 0.0,
+        "n": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "repetition_penalty": 1.0, "seed": 4, "max_tokens": 6, "min_tokens": 0,
         "ignore_eos": True, "stop_token_ids": [2, 11], "logprobs": 0, "detokenize": False,
         "extra_args": {"astraflow_logprob_temperature": 1.5},
