@@ -53,6 +53,17 @@ def test_when_memory_is_full_rows_wait_and_say_the_same(endless_dir: Path, keep:
         np.testing.assert_allclose(results[name].logprobs, generation.logprobs, atol=TOLERANCE)
 
 
+def test_a_row_that_lost_its_place_hands_out_each_token_once(endless_dir: Path) -> None:
+    decoder = decoder_of(load_model(endless_dir).requires_grad_(False), kv_bytes=192 * BYTES, position_bytes=BYTES)
+    handed: list[tuple[int, float, int]] = []
+    requests = [ask("a", PROMPT, 100), ask("b", PROMPT, 100)]
+    requests[1].on_tokens = lambda *columns: handed.extend(zip(*columns, strict=True))
+    start(decoder, requests)
+    generation = run(decoder)["b"]
+    assert decoder.preempted > 0
+    assert handed == list(zip(generation.token_ids, generation.logprobs, generation.versions, strict=True))
+
+
 def test_what_rows_that_are_gone_had_reserved_gives_way_to_a_long_one(endless_dir: Path) -> None:
     limit = 600 * BYTES
     decoder = decoder_of(load_model(endless_dir).requires_grad_(False), kv_bytes=limit, position_bytes=BYTES)
