@@ -29,7 +29,10 @@ class Task(msgspec.Struct, frozen=True):
     fields: dict[str, Any]  # what the source gave; JSON-able
 
     def __getitem__(self, key: str) -> Any:
-        return self.fields[key]
+        try:
+            return self.fields[key]
+        except KeyError:
+            raise KeyError(f"{key} (this task has: {', '.join(self.fields)})") from None
 
     def get(self, key: str, default: Any = None) -> Any:
         """The field `key`, or `default`."""

@@ -126,6 +126,7 @@ async def test_an_error_that_was_tried_anew_hides_no_sample_that_still_runs(worl
     await world.gateway.chat(world.key, request(), AGAIN)  # for the error
     world.gateway._episodes[world.key].retries._begun[-1].ended_s -= KEPT_S + 1
     joined = await begin(world, request(), AGAIN)  # for the one whose answer is not there yet
+    assert list(world.engine.held) == [running]
     world.engine.release(running, "a")
     assert await asked == await joined and len(world.close()) == 2
 

@@ -261,5 +261,6 @@ class Running:
     def _engine_failure(self, reason: str) -> GatewayError:
         self.counters["engine_failures"] += 1
         return GatewayError(
-            "engine", reason, "could not serve the request", "see the log of the node", 503, "engine_unavailable"
+            "engine", "unavailable", f"could not serve the request ({reason})", "see the log of the node", 503,
+            "engine_unavailable",
         )  # fmt: skip
