@@ -16,11 +16,14 @@ from swarm_door import lease
 class Never:
     """No key is ever used."""
 
+    def __init__(self) -> None:
+        self.forgotten: list[str] = []
+
     def last(self, key: str) -> float:
         return -math.inf
 
     def forget(self, key: str) -> None:
-        pass
+        self.forgotten.append(key)
 
 
 class Given:
@@ -52,13 +55,14 @@ async def asking(pool: SwarmPool, count: int) -> list[asyncio.Task[Any]]:
 
 
 async def test_what_a_client_that_hung_up_was_not_told_of_goes_back_and_counts_as_no_attempt() -> None:
-    pool, player = SwarmPool(9.0, Never(), lambda: None), Given()
+    signs, player = Never(), Given()
+    pool = SwarmPool(9.0, signs, lambda: None)
     (task,) = await asking(pool, 1)
     pool.place(player)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert player.lost == [False] and pool.num_playing == pool.asked == 0
+    assert player.lost == [False] and pool.num_playing == pool.asked == 0 and signs.forgotten == ["k"]
 
 
 async def test_what_a_repeated_request_still_waits_for_is_kept() -> None:
