@@ -137,6 +137,7 @@ def test_heartbeats_keep_an_episode_and_cancel_it():
         assert not play.cancelled and not bench.returned
         bench.call(lambda: bench.swarm.runner.cancel([(play.episode_id, 1)]))
         bench.wait_for(lambda: play.cancelled)
+        bench.wait_for(lambda: swarm._door.plays == [])  # heartbeats name it no more
         with pytest.raises(Lost, match="cancelled by the run"):
             play.finish(1.0)
 
