@@ -47,8 +47,8 @@ def test_a_team_trains_two_steps(path: Path, tmp_path: Path, run: Callable[..., 
 
 def test_roles_of_one_base_publish_nothing_but_adapters(tmp_path: Path, run: Callable[..., Any]) -> None:
     ended = run(tmp_path, str(TEAMS / "lora.toml"), *SMALL, "--policies.planner.batch.groups=2",
-                "--policies.executor.batch.groups=2", "--policies.planner.warm_start.steps=8",
-                "--policies.executor.warm_start.steps=12", "--policies.planner.operators=['keep_all']",
+                "--policies.executor.batch.groups=2", "--policies.executor.optimizer.lr=1e-3",
+                "--policies.planner.operators=['keep_all']",
                 "--policies.executor.operators=['keep_all']")  # fmt: skip
     assert ended.code == 0, ended.words()
     tensors = {name: FileStore(ended.directory / "weights", name).fetch(2) for name in ("planner", "executor")}

@@ -115,11 +115,15 @@ def test_a_group_may_be_complete_for_one_policy_and_too_small_for_another() -> N
     check_law(one.machine)
 
 
-def test_a_policy_that_is_never_called_ends_the_run_with_advice() -> None:
-    one = desk(actor={}, helper={"max_dropped_groups": 2})
+def test_a_policy_that_is_never_called_ends_the_run_with_advice_once_the_others_have_made_their_steps() -> None:
+    one = desk(2, actor={"groups": 1}, helper={"max_dropped_groups": 2})
+    for version in range(2):
+        one.commit(one.lease(2), [0.0, 1.0], version=version, policies=["actor"])
+        one.step(version)
+    assert one.machine.state.failure is None and one.machine.state.policies["helper"].dropped == {"not_called": 2}
     play(one, 4, "actor")
     failure = str(one.machine.state.failure)
-    assert "policies.helper.batch.max_dropped_groups=2" in failure and "not_called 2" in failure
+    assert "policies.helper.batch.max_dropped_groups=2" in failure and "not_called 4" in failure
     assert "let the workflow call this policy" in failure
 
 

@@ -50,15 +50,22 @@ def test_all_who_ask_at_once_get_one_whole_directory_that_one_of_them_made(
     made: list[Path] = []
     write = registry.write_tiny_char
 
-    def counted(directory: Path, seed: int) -> None:
+    def counted(directory: Path, seed: int, size: str) -> None:
         made.append(directory)
-        write(directory, seed)
+        write(directory, seed, size)
 
     monkeypatch.setattr(registry, "write_tiny_char", counted)
     with ThreadPoolExecutor(8) as pool:  # a file lock excludes threads too: each opens the lock file itself
         found = list(pool.map(lambda _: model_directory("tiny-char", tmp_path, 0), range(8)))
     assert len(set(found)) == len(made) == 1
     load_model(found[0])
+
+
+def test_sizes_of_the_tiny_model_share_a_tokenizer_and_no_directory(tmp_path: Path) -> None:
+    found = [model_directory(f"tiny-char{size}", tmp_path, 0) for size in ("-small", "", "-large")]
+    sizes = [load_model(path).num_parameters() for path in found]
+    assert sizes == sorted(sizes) and 10 * sizes[0] < sizes[1] * 3 < sizes[2]
+    assert len(set(found)) == 3 and len({(path / "tokenizer.json").read_bytes() for path in found}) == 1
 
 
 def test_a_half_written_directory_of_a_dead_process_is_replaced(tmp_path: Path) -> None:
@@ -69,7 +76,7 @@ def test_a_half_written_directory_of_a_dead_process_is_replaced(tmp_path: Path) 
 
 
 def test_a_failed_write_leaves_nothing_that_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(directory: Path, seed: int) -> None:
+    def full(directory: Path, seed: int, size: str) -> None:
         directory.mkdir()
         raise OSError(28, "No space left on device")
 

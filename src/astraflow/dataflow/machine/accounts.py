@@ -72,7 +72,10 @@ def settle_dropped(context: Context, name: str, group_id: str, reason: str, *, f
     _settle(context, name, group_id, trained=False, reason=reason)
     context.out.append(Event("dropped", {"policy": name, "group_id": group_id, "reason": reason}))
     context.out.append(Wake("leases"))
-    if reason != "finished":
+    elsewhere = reason == NOT_CALLED and any(
+        context.takes_groups(other) for other in context.state.policies if other != name
+    )
+    if reason != "finished" and not elsewhere:  # while others train, a policy may go without calls
         policy.dropped_in_row += 1
         policy.failed_in_row += failed
         _check_anything_left(context, name, policy)
