@@ -80,9 +80,12 @@ def _cuts(policy: PolicySection) -> list[str]:
 def _precision_problems(where: str, policy: PolicySection, dtype: str) -> list[str]:
     """The mean of a sequence's rounding in half precision is larger than the clip that gspo has from its paper."""
     algorithm, loss = policy.algorithm, policy.algorithm.loss
-    clip = min(loss.options.get("clip_low", 3e-4), loss.options.get("clip_high", 4e-4))
     weighed = any(correction.type in WEIGHING_CORRECTIONS for correction in algorithm.corrections)
-    if loss.type != "gspo" or clip >= _WIDE_CLIP or algorithm.anchor == "proximal" or weighed:
+    if loss.type != "gspo" or algorithm.anchor == "proximal" or weighed:
+        return []
+    clips = {"clip_low": 3e-4, "clip_high": 4e-4} | loss.options
+    numbers = [v for name, v in clips.items() if name.startswith("clip_") and isinstance(v, int | float)]
+    if not numbers or (clip := min(numbers)) >= _WIDE_CLIP:
         return []
     for setting, value in ((f"{where}.engine.dtype", dtype), (f"{where}.trainer.dtype", policy.trainer.dtype)):
         if value != "float32":
