@@ -163,7 +163,7 @@ def open_model(model: str, recipe: str, policy: str, overrides: list[str]) -> tu
         )
     config = open_run(recipe or str(run.config_file if run else ""), overrides)
     name = choose_policy(config, policy)
-    models = {p: section.model for p, section in config.policies.items()}
+    models = {p: config.base_of(p) for p in config.policies}
     newest = {p: run.newest_checkpoint(p) for p in models} if run is not None else {}
     models |= {p: str(found) for p, found in newest.items() if found is not None}
     copies = {p: section.copy_of.policy for p, section in config.policies.items() if section.copy_of is not None}

@@ -243,6 +243,12 @@ class RunConfig(Strict):
         """The policies that have a trainer."""
         return {name: policy for name, policy in self.policies.items() if policy.trained}
 
+    def base_of(self, policy: str) -> str:
+        """The model that versions of a policy are of or rest on, as `models.registry.model_directory` knows it."""
+        section = self.policies[policy]
+        lora = (section if section.copy_of is None else self.policies[section.copy_of.policy]).lora
+        return section.model if lora is None or lora.quantize == "none" else f"{lora.quantize}:{section.model}"
+
     def steps_of(self, policy: str) -> int:
         """Steps that a policy makes; 0: it is only served."""
         section = self.policies[policy]

@@ -84,7 +84,7 @@ def play(config: RunConfig, models: Mapping[str, str], tasks: Sequence[Task], op
     Raises: ModelError: a model cannot be used. AstraFlowError: the workflow cannot be built.
     """
     sections = {
-        name: section.model_copy(update={"model": str(_directory(models.get(name, section.model), config))})
+        name: section.model_copy(update={"model": str(_directory(models.get(name, config.base_of(name)), config))})
         for name, section in config.policies.items()
     }
     changed = config.model_copy(update={"policies": sections})

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import xxhash
 from transformers.utils import logging as transformers_logging
 
 from astraflow.errors import ModelError
@@ -21,12 +22,16 @@ _FORMAT = 1  # raised when what is written changes, so an older cache is not use
 
 
 def model_directory(name: str, cache: Path, seed: int) -> Path:
-    """The Hugging Face directory of `name`. `seed` starts a model that has no pretrained weights.
+    """The Hugging Face directory of `name`. `seed` starts a model that has no pretrained weights. `nf4:<name>` is that
+    model, its linear layers rounded to what 4 bits can say.
 
     Safe from many processes at once: one makes the directory, the others wait for it, and it appears whole.
     Raises: ModelError: not a built-in name and not a complete directory whose parts fit; or a built-in's package is not
     installed.
     """
+    kind, _, rounded = name.partition(":")
+    if kind == "nf4" and rounded:
+        return _rounded(model_directory(rounded, cache, seed), cache)
     if name in SIZES:
         return _cached(cache / f"{name}-{_FORMAT}-seed{seed}", lambda into: write_tiny_char(into, seed, name))
     if name == "smollm2-135m-instruct":
@@ -36,6 +41,16 @@ def model_directory(name: str, cache: Path, seed: int) -> Path:
         source = find_gguf()
         return _cached(target, lambda into: write_smollm2(into, source))
     return _checked(name)
+
+
+def _rounded(source: Path, cache: Path) -> Path:
+    """Made again when a file of `source` has changed."""
+    from astraflow.models.lora.nf4 import write_rounded
+
+    files = sorted(path for path in source.resolve().iterdir() if path.is_file())
+    facts = [(str(path), (found := path.stat()).st_size, found.st_mtime_ns) for path in files]
+    mark = xxhash.xxh3_64_hexdigest(repr(facts).encode())
+    return _cached(cache / f"nf4-{_FORMAT}-{mark}", lambda into: write_rounded(into, source))
 
 
 def _cached(target: Path, write: Callable[[Path], None]) -> Path:

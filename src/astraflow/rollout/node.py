@@ -206,7 +206,8 @@ class _Node:
         shared = PolicyOptions(options.cache, config.run.seed, self._id, options.concurrency, options.threads)
         endpoints = {}
         for name, section in config.policies.items():
-            endpoints[name] = await start_policy(name, section, shared, self._weights[name])
+            based = section.model_copy(update={"model": config.base_of(name)})
+            endpoints[name] = await start_policy(name, based, shared, self._weights[name])
             self._closing.callback(endpoints[name].engine.close)
         engines = {name: endpoint.engine for name, endpoint in endpoints.items()}
         gateway = Gateway(endpoints, config.workflow.call_timeout_s)
@@ -265,7 +266,7 @@ class _Node:
         return self._weights[policy].announced
 
     def _model_directory(self, config: RunConfig, policy: str) -> Path:
-        return directory_of(config.policies[policy].model, self._options.cache, config.run.seed)
+        return directory_of(config.base_of(policy), self._options.cache, config.run.seed)
 
     async def _serve_http(self, gateway: Gateway) -> str:
         """The gateway for agents with a client of their own; gives their base URL."""

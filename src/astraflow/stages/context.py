@@ -44,10 +44,10 @@ class StageRun:
         self._versions.update(versions)
 
     def model_directory(self, policy: str) -> Path:
-        """The model that the run file names for a policy, as a directory."""
+        """The model that versions of a policy are of or rest on, as a directory."""
         from astraflow.models.registry import model_directory  # loads torch
 
-        return model_directory(self.config.policies[policy].model, cache_dir(), self.config.run.seed)
+        return model_directory(self.config.base_of(policy), cache_dir(), self.config.run.seed)
 
     def tokenizer(self, policy: str) -> ChatTokenizer:
         """The tokenizer of a policy."""

@@ -24,6 +24,7 @@ from astraflow.errors import ConfigError
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import state_tensors
 from astraflow.models.registry import model_directory
+from astraflow.models.scoring.lean.liger import use_liger
 from astraflow.models.scoring.packing import rows_from_table
 from astraflow.models.scoring.recompute import recompute_activations
 from astraflow.training.audit import Auditor
@@ -87,7 +88,7 @@ class Learner:
         torch.set_num_threads(threads or self.section.trainer.threads or _automatic_threads(config))
         # Config and tokenizer files always come from the model of the run file, so that a version published again
         # after a resume is equal to the byte.
-        self._directory = model_directory(self.section.model, cache_dir(), config.run.seed)
+        self._directory = model_directory(config.base_of(policy), cache_dir(), config.run.seed)
         resumed = _newest(self.root, ranks)
         if resumed is not None:
             check_same_model(resumed, policy, self._directory)
@@ -133,6 +134,8 @@ class Learner:
                 recompute_activations(self.model)
             stored = Stored(self.trained.source, self._device)
             self._score = prepared_scoring(self.model, f"policies.{self.policy}.model", self._ranks, stored)
+        if self.section.trainer.kernels == "liger":
+            use_liger(self.model)
 
     def train(self, table: pa.Table) -> dict[str, float]:
         """One step on the rows of a batch; the next version is under way when this returns: readers wait for it.

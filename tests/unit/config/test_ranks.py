@@ -33,6 +33,10 @@ def _raw(**policy):
             {"trainer": {"tensor_parallel": 2, "context_parallel": 2}},
             r"trainer.ranks=2 must be a multiple of .*; use 4",
         ),
+        (
+            {"lora": {"quantize": "nf4"}},
+            r"trainer.ranks=2 cannot be with policies.actor.lora.quantize='nf4', whose packed weights are not divided",
+        ),
         ({"trainer": {"context_parallel": 3}}, r"trainer.context_parallel=3; use 3, or lower one"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import peft
 import pytest
@@ -10,11 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from astraflow.engines.local import LocalEngine
 from astraflow.errors import ModelError, TrainingError
 from astraflow.models.checkpoints import latest_checkpoint
 from astraflow.models.load import content_checksum
 from astraflow.models.lora.adapter import read_adapter
 from astraflow.models.lora.layers import effective_tensors, lora_tensors
+from astraflow.models.lora.nf4 import Nf4Linear
+from astraflow.models.registry import model_directory
 from astraflow.testing.engines.effective import random_batch, run_config, write_model
 from astraflow.training.learner import Learner
 
@@ -118,3 +122,32 @@ def test_a_checkpoint_without_adapter_is_refused(start):
     learner.finish_saving()
     with pytest.raises(TrainingError, match="holds no adapter"):
         start()
+
+
+def test_a_base_in_four_bits_is_what_engines_serve(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("ASTRAFLOW_CACHE", str(tmp_path / "cache"))
+    policy = {**LORA, "lora": {**LORA["lora"], "quantize": "nf4"}}
+    config = run_config(model, policy)
+    base = model_directory(config.base_of("actor"), tmp_path / "cache", 0)
+    with closing(Learner(config, "actor", tmp_path / "run")) as learner, closing(LocalEngine(base)) as engine:
+        assert sum(isinstance(module, Nf4Linear) for module in learner.model.modules()) == 2 * 7
+        checksums = []
+        for step in range(3):
+            learner.train(random_batch(step))
+            learner.flush()
+            version = learner.version
+            adapter = read_adapter({name: path.read_bytes() for name, path in learner.store.files(version).items()})
+            engine.load_weights(version, learner.store.fetch(version), adapter).result(60)
+            served = engine.effective_weights().result(60)
+            assert served == learner.effective_weights("float32")
+            checksums.append(served.checksum)
+        assert len(set(checksums)) == 3
+        learner.save()
+        learner.finish_saving()
+        merged = AutoModelForCausalLM.from_pretrained(latest_checkpoint(learner.root))
+        expected = effective_tensors(learner.model)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in merged.named_parameters())
+    with closing(Learner(config, "actor", tmp_path / "run")) as resumed:
+        assert resumed.version == 3 and resumed.effective_weights("float32").checksum == checksums[-1]
+    with pytest.raises(TrainingError, match="is not the model of the policy now"):
+        Learner(run_config(model, LORA), "actor", tmp_path / "run")

@@ -28,6 +28,11 @@ def _problems(where: str, policy: PolicySection) -> list[str]:
             f"{where}.trainer.tensor_parallel={trainer.tensor_parallel} cannot be with {where}.lora, whose matrices "
             "are not cut; use trainer.context_parallel, or more ranks with tensor_parallel = 1"
         )
+    if policy.lora is not None and policy.lora.quantize != "none" and trainer.ranks > 1:
+        problems.append(
+            f"{ranks} cannot be with {where}.lora.quantize={policy.lora.quantize!r}, whose packed weights are not "
+            "divided; use one rank, or quantize = 'none'"
+        )
     if policy.optimizer.type == "adamw_8bit" and trainer.tensor_parallel > 1:
         problems.append(
             f"{where}.trainer.tensor_parallel={trainer.tensor_parallel} cannot be with {where}.optimizer.type="

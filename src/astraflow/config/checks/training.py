@@ -24,6 +24,10 @@ def training_problems(config: RunConfig) -> list[str]:
                 f"{where}.trainer.frozen={policy.trainer.frozen} has no effect with {where}.lora, which trains nothing "
                 "but its adapter; leave it out, or name the layers of the adapter by lora.targets"
             )
+        if policy.trainer.kernels == "liger" and policy.trainer.device == "cpu":
+            problems.append(
+                f"{where}.trainer.kernels='liger' needs a GPU, and {where}.trainer.device='cpu'; use kernels = 'torch'"
+            )
     return problems
 
 

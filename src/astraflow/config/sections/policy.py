@@ -136,6 +136,7 @@ class LoraSection(Strict):
     targets: list[str] = Field(
         ["all-linear"], min_length=1, description="last parts of the names of the layers that get one"
     )
+    quantize: Literal["none", "nf4"] = Field("none", description="nf4: linear layers of the base in 4 bits a weight")
 
 
 class WarmStartSection(Strict):
@@ -160,6 +161,7 @@ class TrainerSection(Strict):
     gradient_checkpointing: bool = Field(
         False, description="less memory for activations, about a third more arithmetic"
     )
+    kernels: Literal["torch", "liger"] = Field("torch", description="liger: Triton kernels of norms and MLPs, on a GPU")
     peak_tflops: float = Field(0.0, ge=0, description="TFLOP/s of one device, for perf/mfu; 0: by its name, if known")
     audit_trajectories: int = Field(
         4, ge=0, description="trajectories a step rescored under the exact versions that sampled them (logprob gap)"

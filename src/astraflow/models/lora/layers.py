@@ -5,7 +5,7 @@ Source: Hu et al. 2021, arXiv:2106.09685. Why not peft's layers: docs/decisions/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -18,12 +18,13 @@ from astraflow.models.linear import FastLinear
 from astraflow.models.load import state_tensors
 from astraflow.models.lora.adapter import PREFIX
 from astraflow.models.lora.merge import merge_pair
+from astraflow.models.lora.nf4 import Nf4Linear, pack_linears
 from astraflow.models.lora.targets import matching
 
 _PAIR = ("lora_A", "lora_B")
 
 
-class LoraLinear(FastLinear):
+class Adapted(nn.Linear):
     """x W' + scaling * (x A') B', bias as before. Made out of a linear layer by `add_lora`."""
 
     lora_A: nn.Linear  # in -> rank
@@ -36,8 +37,17 @@ class LoraLinear(FastLinear):
         return super().forward(input) + self.scaling * linear(low, self.lora_B.weight)
 
 
+class LoraLinear(Adapted, FastLinear):
+    """On a weight in floating point."""
+
+
+class LoraNf4Linear(Adapted, Nf4Linear):
+    """On a packed weight."""
+
+
 def add_lora(model: PreTrainedModel, section: LoraSection) -> list[str]:
-    """Freeze `model` and give the layers that `section.targets` names a pair of small matrices each.
+    """Freeze `model`, pack it as `section.quantize` says, and give the layers that `section.targets` names a pair of
+    small matrices each.
 
     Returns: the last parts of these layers' names, sorted: what peft calls target modules.
     Raises: ModelError: a target that is no linear layer of the model, or its output layer; a rank that has no use.
@@ -47,6 +57,8 @@ def add_lora(model: PreTrainedModel, section: LoraSection) -> list[str]:
     chosen = {name for target in section.targets for name in matching(target, linears)}
     _check_rank(section.rank, {name: linears[name] for name in chosen})
     model.requires_grad_(False)
+    if section.quantize == "nf4":
+        pack_linears(model)
     for name in linears:  # in the order of the model, so that a seed gives the same numbers whatever the order asked
         if name in chosen:
             _add(linears[name], section)
@@ -79,12 +91,9 @@ def load_lora(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> No
 @torch.no_grad()
 def effective_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """`state_tensors` of the base in `dtype` (None: its own) with the adapters merged: what engines compute with."""
-    pairs = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, LoraLinear)}
-    small = set(lora_tensors(model))
+    pairs = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Adapted)}
     found = {}
-    for name, tensor in state_tensors(model).items():
-        if name in small:
-            continue
+    for name, tensor in _base_tensors(model):
         base = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         layer = pairs.get(name)
         if layer is not None:
@@ -93,9 +102,18 @@ def effective_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) 
     return found
 
 
+def _base_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    small = lora_tensors(model)
+    yield from ((name, tensor) for name, tensor in state_tensors(model).items() if name not in small)
+    for name, module in model.named_modules():
+        if isinstance(module, Nf4Linear):
+            yield f"{name}.weight", module.unpacked()
+
+
 def _check_rank(rank: int, layers: Mapping[str, nn.Linear]) -> None:
-    name = min(sorted(layers), key=lambda each: min(layers[each].weight.shape))
-    most = min(layers[name].weight.shape)
+    sizes = {name: min(layer.in_features, layer.out_features) for name, layer in layers.items()}
+    name = min(sorted(sizes), key=lambda each: sizes[each])
+    most = sizes[name]
     if rank > most:
         raise ModelError(
             "lora.rank", rank, f"is beyond the smaller dimension of {name} ({most})",
@@ -104,9 +122,10 @@ def _check_rank(rank: int, layers: Mapping[str, nn.Linear]) -> None:
 
 
 def _add(layer: nn.Linear, section: LoraSection) -> None:
-    layer.__class__ = LoraLinear
-    assert isinstance(layer, LoraLinear)
-    device = None if layer.weight.is_meta else layer.weight.device  # a base may get its memory later; these start now
+    weight = layer.codes if isinstance(layer, Nf4Linear) else layer.weight
+    layer.__class__ = LoraNf4Linear if isinstance(layer, Nf4Linear) else LoraLinear
+    assert isinstance(layer, Adapted)
+    device = None if weight.is_meta else weight.device  # a base may get its memory later; these start now
     # float32 whatever the base is: steps of the optimizer are too small for fewer bits. A as nn.Linear starts, B zero.
     layer.lora_A = nn.Linear(layer.in_features, section.rank, bias=False, device=device, dtype=torch.float32)
     layer.lora_B = nn.Linear(section.rank, layer.out_features, bias=False, device=device, dtype=torch.float32)

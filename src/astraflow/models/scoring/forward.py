@@ -18,7 +18,7 @@ from astraflow.errors import ModelError
 from astraflow.models.linear import ROWS, prefers_onednn, product, weight_gradient
 from astraflow.models.scoring.attention import IMPLEMENTATION
 from astraflow.models.scoring.layout import pack_layout
-from astraflow.models.scoring.lean import make_lean
+from astraflow.models.scoring.lean.layers import make_lean
 from astraflow.models.scoring.packing import Pack
 from astraflow.models.scoring.team import ALONE, Team
 

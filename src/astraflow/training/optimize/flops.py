@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from astraflow.models.lora.nf4 import Nf4Linear
+
 # Dense TFLOP/s in bfloat16 or float16 as their vendors say them, without sparsity, by a part of the device's name.
 _PEAKS = {
     "B200": 2250.0, "H200": 989.0, "GH200": 989.0, "H100": 989.0, "H800": 989.0, "H20": 148.0, "A100": 312.0,
@@ -31,15 +33,17 @@ class StepCost:
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(head.weight)}
         dense = [p for p in model.parameters() if p.ndim >= 2 and id(p) not in tables]
-        self._per_token = 2 * sum(p.numel() for p in dense)
+        packed = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Nf4Linear))
+        size = packed + sum(p.numel() for p in dense)
+        self._per_token = 2 * size
         self._per_target = 2 * head.weight.numel()
         layers = config.get("num_hidden_layers", config.get("n_layer", 0))
         heads = config.get("num_attention_heads", config.get("n_head", 0))
         width = config.get("head_dim") or config.get("hidden_size", config.get("n_embd", 0)) // max(1, heads)
         self._per_pair = 4 * layers * heads * width  # scores and values of a token and one that it sees
-        frozen = sum(p.numel() for p in dense if not p.requires_grad)
+        frozen = packed + sum(p.numel() for p in dense if not p.requires_grad)
         # Forward, gradient of activations, gradient of weights; the last one not where weights are frozen.
-        self._passes = 3.0 - frozen / max(1, sum(p.numel() for p in dense))
+        self._passes = 3.0 - frozen / max(1, size)
 
     def usage(self, metrics: Mapping[str, float], epochs: int, peak: float | None) -> dict[str, float]:
         """`perf/tflops` of a step by its metrics, and `perf/mfu` where the `peak` of all its devices is known."""

@@ -42,8 +42,10 @@ def make_lean(model: PreTrainedModel) -> None:
             continue
         if kind.__name__ in NORMS:
             module.__class__ = LeanNorm
+            cast(LeanNorm, module).kernel = rms_norm
         elif kind.__name__ in MLPS and isinstance(module.act_fn, (SiLUActivation, nn.SiLU)):
             module.__class__ = LeanMlp
+            cast(LeanMlp, module).kernel = gated
     for layer in model.modules():
         if not isinstance(layer, GradientCheckpointingLayer) or "forward" in vars(layer):
             continue
@@ -56,17 +58,19 @@ class LeanNorm(nn.Module):
 
     weight: nn.Parameter
     variance_epsilon: float
+    kernel: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]  # (x, weight, eps)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
-        output, scale = _Norm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
-        _Again.of(output, partial(_normed, hidden_states.detach(), self.weight.detach(), scale))
-        return cast(torch.Tensor, output)
+        output = self.kernel(hidden_states, self.weight, self.variance_epsilon)
+        _Again.of(output, partial(self.kernel, hidden_states.detach(), self.weight.detach(), self.variance_epsilon))
+        return output
 
 
 class LeanMlp(nn.Module):
     """down(SiLU(gate(x)) * up(x))."""
 
+    kernel: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (gate, up)
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
@@ -79,8 +83,8 @@ class LeanMlp(nn.Module):
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        inner = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
-        _Again.of(inner, partial(_gated, gate.detach(), up.detach()))
+        inner = self.kernel(gate, up)
+        _Again.of(inner, partial(self.kernel, gate.detach(), up.detach()))
         return cast(torch.Tensor, self.down_proj(inner))
 
     def _is_small(self) -> bool:
@@ -90,11 +94,11 @@ class LeanMlp(nn.Module):
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
-        ctx.mark_non_differentiable(scale)
-        return _normed(x, weight, scale), scale
+        normed = (x.float() * scale).to(x.dtype)
+        return normed.mul_(weight) if normed.dtype == weight.dtype else weight * normed
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -111,16 +115,16 @@ class _Norm(torch.autograd.Function):
         return to_x, to_weight, None
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    normed = (x.float() * scale).to(x.dtype)
-    return normed.mul_(weight) if normed.dtype == weight.dtype else weight * normed
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension."""
+    return cast(torch.Tensor, _Norm.apply(x, weight, eps))  # type: ignore[no-untyped-call]
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        return _gated(gate, up)
+        return silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,8 +134,9 @@ class _Gated(torch.autograd.Function):
         return to_gate, silu(gate).mul_(gradients[0])
 
 
-def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return silu(gate).mul_(up)
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """SiLU(gate) * up."""
+    return cast(torch.Tensor, _Gated.apply(gate, up))  # type: ignore[no-untyped-call]
 
 
 class _Again:

@@ -29,10 +29,10 @@ from transformers import (
 from astraflow.config.schema import LoraSection
 from astraflow.models.linear import FastLinear
 from astraflow.models.lora.layers import add_lora
-from astraflow.models.scoring import lean
 from astraflow.models.scoring.attention import IMPLEMENTATION
 from astraflow.models.scoring.forward import packed_logprobs, prepare_model
-from astraflow.models.scoring.lean import LeanMlp, LeanNorm, make_lean
+from astraflow.models.scoring.lean import layers as lean
+from astraflow.models.scoring.lean.layers import LeanMlp, LeanNorm, make_lean
 from astraflow.models.scoring.packing import pack_rows, rows_from_lists
 from kept import kept_bytes
 
