@@ -6,7 +6,7 @@
 | ASTRAFLOW_CACHE   | where converted models are kept (default: the user's cache directory)         |
 | ASTRAFLOW_SHARED_MEMORY | "0": bulk bodies and weights go over TCP even on one host               |
 | RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR | set by `torchrun`: which rank of a trainer this is |
-| named by `key_env` of a stage | the key of the service that the stage asks                       |
+| named by `key_env` of a stage or engine | the key of the service that it asks                   |
 """
 
 from __future__ import annotations
