@@ -185,3 +185,24 @@ def check(future: Future[Generation], handed: list[tuple[int, float, int]]) -> N
     columns = (generation.token_ids, generation.logprobs, generation.versions)
     assert handed == list(zip(*(column.tolist() for column in columns), strict=True))
     assert np.all(generation.logprobs == -generation.token_ids / 64)
+
+
+def test_a_server_that_cannot_count_is_asked_again_after_each_swap(
+    start: Start, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = start(args={"fake_held": True})
+    server = played.engine._keeper.server
+    counting = server.pause
+
+    async def pause() -> None:
+        await counting()
+
+    monkeypatch.setattr(server, "pause", pause)
+    played.engine.load_weights(1, tensors).result(60)
+    future = played.engine.submit("a", PROMPT, Sampling(max_tokens=400))
+    played.step(5)
+    played.engine.load_weights(2, tensors).result(60)
+    played.tell("release")
+    generation = future.result(60)
+    assert generation.versions.tolist() == [1] * 5 + [2] * 395
+    assert bodies(played)[-1]["token_ids"] == PROMPT + generation.token_ids[:5].tolist()
