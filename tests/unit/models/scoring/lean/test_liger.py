@@ -81,9 +81,7 @@ def test_norms_and_mlps_of_all_layers_use_it(calls, on_gpu, monkeypatch):
 
 
 def test_without_a_gpu_it_is_refused(calls):
-    with pytest.raises(
-        ModelError, match=r"trainer.kernels=liger needs a GPU, not the device cpu; use kernels"
-    ):
+    with pytest.raises(ModelError, match=r"trainer.kernels=liger needs a GPU, not the device cpu; use kernels"):
         use_liger(qwen3())
 
 
