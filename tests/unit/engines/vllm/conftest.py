@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -71,8 +72,11 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def start(python: str, endless_dir: Path) -> Iterator[Callable[..., Played]]:
+def start(
+    python: str, endless_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Played]]:
     """Starts engines; all are closed at the end."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # logs of servers that failed stay
     started: list[VllmEngine] = []
 
     def make(**options: Any) -> Played:
