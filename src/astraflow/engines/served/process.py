@@ -102,9 +102,12 @@ class Launched:
 
     def tail(self) -> str:
         """Without secrets."""
-        with self.log_file.open("rb") as file:
-            file.seek(max(0, self.log_file.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
+        try:
+            with self.log_file.open("rb") as file:
+                file.seek(max(0, self.log_file.stat().st_size - _TAIL_BYTES))
+                lines = file.read().decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
+        except OSError as error:  # temporary files are cleared away at times
+            return f"its log {self.log_file} cannot be read ({error.strerror})"
         text = redact_text("\n".join(line[:400] for line in lines))
         return f"last lines of {self.log_file}:\n{text}\n" if text else f"its log {self.log_file} is empty"
 

@@ -73,6 +73,7 @@ def test_a_server_that_samples_nothing_is_started_again(start: Start) -> None:
 def test_a_server_that_answers_no_more_is_started_again(start: Start) -> None:
     played = start()
     played.engine._keeper.limits = replace(played.engine._keeper.limits, watch_s=0.02, answer_s=0.2)
+    played.engine._keeper.host.log_file.unlink()  # temporary files are cleared away at times
     played.tell("fault", hang="now")
     played.until(lambda: played.engine.stats()["restarts"] == 1 and played.engine._keeper.serving.is_set())
     assert len(played.engine.submit("a", PROMPT, Sampling(max_tokens=20)).result(60).token_ids) == 20
