@@ -22,10 +22,10 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 from astraflow.contracts import TokenSink
-from astraflow.engines.local.compute.guard import prepared
+from astraflow.engines.local.compute.guard import position_bytes
+from astraflow.engines.local.compute.passes import Passes
 from astraflow.engines.local.compute.sampler import row_key
 from astraflow.engines.local.decoder import Decoder, Room
 from astraflow.engines.local.inbox import Errand, Inbox, Work
@@ -49,7 +49,7 @@ class LocalEngine:
     is the model's own limit, or less where kv_cache_mb holds no more; threads: intra-op threads, of the whole process;
     seed: of requests that bring none; delay_s: every request waits this long before it starts; prefix_cache_mb: memory
     for keys and values of prompts and finished turns that may come back, 0 keeps none; kv_cache_mb: memory for those of
-    running rows, more requests wait; prefill_chunk: tokens of prompts read in a step in which rows decode;
+    running rows, more requests wait; prefill_chunk: tokens of prompts read between two decode steps of running rows;
     kv_after_swap: what becomes of the keys and values of running rows when the weights change, see `load_weights`;
     gather_ms: while requests come in one after the other (less than a millisecond apart), the next decode step waits
     for them at most this long; device: auto is a GPU where there is one.
@@ -84,13 +84,10 @@ class LocalEngine:
         known = kv_after_swap in ("recompute", "keep")
         require("engine.kv_after_swap", kv_after_swap, known, "must be recompute or keep", "use recompute")
         torch.set_num_threads(threads)
-        model = load_model(model_dir, dtype, "sdpa").requires_grad_(False)
-        passes, position_bytes = prepared(model.to(_device(device)))  # type: ignore[arg-type]
-        self._max_context = _context(passes.model.config, max_context, kv_cache_mb, position_bytes)
-        room = Room(
-            max_concurrency, self._max_context, prefill_chunk, kv_cache_mb << 20, prefix_cache_mb << 20, position_bytes
-        )
+        passes = Passes(load_model(model_dir, dtype, "sdpa").requires_grad_(False).to(_device(device)))  # type: ignore[arg-type]
+        room = _room(passes, max_concurrency, max_context, prefill_chunk, kv_cache_mb << 20, prefix_cache_mb << 20)
         self._weights = LiveWeights(passes.model, Path(model_dir))
+        self._max_context = room.max_context
         self._vocab_size: int = passes.model.config.get_text_config().vocab_size
         self._decoder = Decoder(passes, eos_ids(Path(model_dir)), room, kv_after_swap == "keep")
         self._max_concurrency, self._seed, self._delay_s = max_concurrency, seed, delay_s
@@ -197,7 +194,7 @@ class LocalEngine:
             inbox.fail(failure)
 
     def _turn(self, work: Work) -> None:
-        """Cancel, swap, admit, one step of all rows, answer."""
+        """Cancel, swap, admit, read what joins, one token for all running rows, answer."""
         decoder, inbox = self._decoder, self._inbox
         finished = [(request, request.ended("cancelled")) for request in work.cancelled_waiting]
         if work.cancelled_running:
@@ -237,20 +234,21 @@ def _device(asked: str) -> torch.device:
     return torch.device("cuda" if available and asked != "cpu" else "cpu")
 
 
-def _context(config: PreTrainedConfig, asked: int, kv_cache_mb: int, position_bytes: int) -> int:
-    """The longest prompt and reply. Raises: ModelError: the model has no such context. EngineError: the memory for keys
-    and values, of which one token needs `position_bytes`, does not hold it."""
-    limit: int = config.get_text_config().max_position_embeddings
-    if asked > limit:
+def _room(passes: Passes, rows: int, context: int, chunk: int, kv_bytes: int, shelf_bytes: int) -> Room:
+    """Raises: ModelError: the model cannot be decoded here, or has no such context. EngineError: the memory for keys
+    and values does not hold that context."""
+    limit: int = passes.model.config.get_text_config().max_position_embeddings
+    if context > limit:
         raise ModelError(
-            "engine.max_context", asked, f"must be at most {limit}, the model's limit", "use 0 for the model's limit"
+            "engine.max_context", context, f"must be at most {limit}, the model's limit", "use 0 for the model's limit"
         )
-    most = (kv_cache_mb << 20) // position_bytes
-    needed = (max(asked, 2) * position_bytes >> 20) + 1
+    size = position_bytes(passes)
+    most = kv_bytes // (2 * size)  # one row that runs, and a prompt as long that is read meanwhile
     require(
-        "engine.kv_cache_mb", kv_cache_mb, most >= max(asked, 2),
-        f"must be at least {needed} to hold {max(asked, 2)} tokens", "raise it, or lower engine.max_context",
+        "engine.kv_cache_mb", kv_bytes >> 20, most >= max(context, 2),
+        f"must be at least {(2 * max(context, 2) * size >> 20) + 1}: twice what {max(context, 2)} tokens need",
+        "raise it, or lower engine.max_context",
     )  # fmt: skip
-    if not asked and most < limit:
-        log.warning("engine.kv_cache_mb=%d holds %d tokens: longer prompts are refused", kv_cache_mb, most)
-    return asked or min(limit, most)
+    if not context and most < limit:
+        log.warning("engine.kv_cache_mb=%d holds %d tokens twice: longer ones are refused", kv_bytes >> 20, most)
+    return Room(rows, context or min(limit, most), chunk, kv_bytes, shelf_bytes, size)
