@@ -134,6 +134,24 @@ async def test_a_router_pays_for_the_large_model_and_who_was_not_called_has_no_r
     assert table.rewards == {"router": 1.0, "small": 1.0}
 
 
+async def test_a_share_of_tasks_is_kept_from_the_router_for_all_siblings_alike(chat: ChatTokenizer) -> None:
+    options = {"reward": "exact", "route": "{question}who", "explore": 0.5}
+    play = built("router", ["router", "small", "large"], **options)
+    seen = []
+    for row in range(12):
+        task = Task("train", row, 0, QUESTION.fields)
+        called = []
+        for _ in range(2):
+            table = Table(chat, router=["small"], small=["7"], large=["7"])
+            await table.play(play, task)
+            called.append(sorted(table.rewards))
+        assert called[0] == called[1]
+        seen.append(tuple(called[0]))
+    assert set(seen) == {("large",), ("small",), ("router", "small")}
+    with pytest.raises(Problem, match="explore=1"):
+        built("router", ["router", "small", "large"], reward="exact", explore=1.0)
+
+
 async def test_the_best_of_n_is_what_the_judge_marks_highest(chat: ChatTokenizer) -> None:
     def mark(prompt: str) -> str:
         return {"7": "9", "8": "3"}.get(prompt, "none")
