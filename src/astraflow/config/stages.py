@@ -26,7 +26,7 @@ TASK_COLUMN = "task"
 """The task's fields as JSON text; made by the worker from the header of its lease."""
 REFERENCE_STAGE = "stage"
 """`algorithm.kl.reference` that asks for the column of a stage."""
-_TAKEN = (*(c for c in ROW_COLUMNS if c != "reward"), TASK_COLUMN, "advantages", "weight")
+_TAKEN = (*(c for c in ROW_COLUMNS if c != "reward"), TASK_COLUMN, "advantages", "weight", "engine")
 
 
 @dataclass(frozen=True)

@@ -69,14 +69,17 @@ class DataflowClient:
         body = m.LeaseRequest(node_id=node_id, request_id=request_id, n=n, wait_s=wait_s)
         return self._http.json("POST", "/leases", body, m.LeaseReply, wait_s=wait_s)
 
-    def commit(self, episodes: Sequence[Episode]) -> dict[str, str]:
-        """Hand in episodes of one node: episode id -> "accepted", "duplicate" or "refused: <why>"."""
+    def commit(self, episodes: Sequence[Episode], engines: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Hand in episodes of one node: episode id -> "accepted", "duplicate" or "refused: <why>".
+
+        Args: engines: policy -> engine that sampled it, as `wire.messages.EpisodesHeader` says.
+        """
         if not episodes:
             return {}
         nodes = {e.node_id for e in episodes}
         if len(nodes) > 1:
             raise DataflowError("node_id", sorted(nodes), "must be one per commit", "commit for each node by itself")
-        pieces = episode_pieces(episodes, episodes[0].node_id)
+        pieces = episode_pieces(episodes, episodes[0].node_id, engines)
         return self._http.post_stream("/episodes", pieces, m.EpisodesReply).results
 
     def resume(self, policy: str, resume: m.Resume) -> m.ResumeReply:

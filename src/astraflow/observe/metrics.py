@@ -48,6 +48,8 @@ METRICS: tuple[Metric, ...] = (
         "astraflow_code_episodes_total", "counter", "episodes", "episodes that a version of the code played", ("code",)
     ),
     Metric("astraflow_code_reward", "gauge", "1", "mean reward of its training episodes", ("code",)),
+    Metric("astraflow_engine_episodes_total", "counter", "episodes", "episodes that it sampled", ("engine",)),
+    Metric("astraflow_engine_tokens_total", "counter", "tokens", "tokens that it sampled", ("engine",)),
     Metric("astraflow_episode_errors_total", "counter", "episodes", "episodes that ended with an error", ("kind",)),
     Metric("astraflow_leases_lost_total", "counter", "leases", "leases that ran out"),
     Metric("astraflow_stage_entries_waiting", "gauge", "entries", "entries that wait for a worker", ("stage",)),

@@ -44,13 +44,14 @@ TRAJECTORY_SCHEMA = pa.schema(
         pa.field("truncated", pa.bool_(), False),
     ]
 )
-"""One row per branch (design section 5). Episode-level facts (error, metrics, wall_s) are in the header of a put."""
+"""One row per branch (design section 5). Facts of an episode (error, metrics, wall_s, engines) are in the header of a put."""
 
 TRAINING_SCHEMA = pa.schema(
     [
         *TRAJECTORY_SCHEMA,
         pa.field("advantages", pa.list_(pa.float32()), False),  # [T] per own token, 0 where not sampled
         pa.field("weight", pa.float32(), False),  # loss weight of the trajectory
+        pa.field("engine", pa.string(), False),  # "<engine>@<node>" that sampled it; "": not known
     ]
 )
 

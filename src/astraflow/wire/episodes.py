@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -20,18 +20,21 @@ _DTYPES = {n: np.dtype(TRAJECTORY_SCHEMA.field(n).type.value_type.to_pandas_dtyp
 _MANY_TOKENS = 1 << 16  # below, a few large pieces are quicker than many small ones
 
 
-def episode_pieces(episodes: Sequence[Episode], node_id: str) -> list[memoryview]:
+def episode_pieces(
+    episodes: Sequence[Episode], node_id: str, engines: Mapping[str, str] | None = None
+) -> list[memoryview]:
     """The stream of one commit (`codec.stream_pieces`). The tokens of large trajectories are not even put together.
 
     They are sent in the place of buffers that are never filled, which saves the page faults of fresh memory.
+    `engines`: see `EpisodesHeader`.
     """
     if sum(len(t.token_ids) for e in episodes for t in e.trajectories) < _MANY_TOKENS:
-        return stream_pieces(*encode_episodes(episodes, node_id))
+        return stream_pieces(*encode_episodes(episodes, node_id, engines))
     later = _Later()
-    header, rows = encode_episodes(episodes, node_id, later.join)
+    header, rows = encode_episodes(episodes, node_id, engines, later.join)
     pieces = stream_pieces(header, rows, later.parts)
     if later.parts:  # the writer copied a buffer
-        return stream_pieces(*encode_episodes(episodes, node_id))
+        return stream_pieces(*encode_episodes(episodes, node_id, engines))
     return pieces
 
 
@@ -50,7 +53,10 @@ class _Later:
 
 
 def encode_episodes(
-    episodes: Sequence[Episode], node_id: str, join: Join = np.concatenate
+    episodes: Sequence[Episode],
+    node_id: str,
+    engines: Mapping[str, str] | None = None,
+    join: Join = np.concatenate,
 ) -> tuple[EpisodesHeader, pa.RecordBatch]:
     """Header and rows of one commit; the rows of an episode are contiguous and in the order of the headers.
 
@@ -88,9 +94,8 @@ def encode_episodes(
             arrays.append(pa.ListArray.from_arrays(offsets, _values(flat), type=kind))
         else:
             arrays.append(pa.array(values, kind))
-    return EpisodesHeader(node_id=node_id, episodes=headers), pa.RecordBatch.from_arrays(
-        arrays, schema=TRAJECTORY_SCHEMA
-    )
+    header = EpisodesHeader(node_id=node_id, episodes=headers, engines=dict(engines or {}))
+    return header, pa.RecordBatch.from_arrays(arrays, schema=TRAJECTORY_SCHEMA)
 
 
 def _check_parts(name: str, parts: Sequence[np.ndarray], lengths: list[int], rows: Sequence[Trajectory]) -> None:

@@ -164,6 +164,7 @@ class EpisodesHeader(msgspec.Struct):
 
     node_id: Id
     episodes: list[EpisodeHeader]
+    engines: dict[Id, Label] = {}  # policy -> engine of the node that sampled it, "<engine>@<node>"; absent: not known
 
 
 class EpisodesReply(msgspec.Struct):

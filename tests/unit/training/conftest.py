@@ -93,6 +93,7 @@ def make_table():
             "truncated": [False] * size,
             "advantages": [np.where(mask, 1.0, 0.0).astype(np.float32) for mask in masks],
             "weight": [1.0] * size,
+            "engine": [""] * size,
         }
         values |= columns
         arrays = [pa.array(values[field.name], field.type) for field in TRAINING_SCHEMA]

@@ -13,6 +13,7 @@ from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.records import (
     Added,
     CodeAccount,
+    EngineAccount,
     Entry,
     EpisodeCommit,
     Failed,
@@ -32,6 +33,7 @@ LEFT_OUT = "left_out"  # reason of a scored episode that an operator took out of
 _MESSAGE_CHARS = 300
 _MOST_REASONS = 64  # of drops, per policy, and of errors: operators and workflows of users name their own
 _MOST_CODES = 64  # versions of the workflow's code whose episodes are counted; the longest unused is forgotten
+_MOST_ENGINES = 256  # whose work is counted; the longest unused is forgotten
 _ADVICE = {
     "zero_variance": "make rewards differ within a group: easier or more varied tasks, a warm start, a higher "
     "sampling.temperature, a larger workflow.group_size; or keep equal groups with operators = ['keep_all']",
@@ -124,6 +126,22 @@ def count_code(state: State, episode: EpisodeCommit, purpose: Purpose) -> None:
     account.reward_sum += sum(rewards)
     if len(state.codes) > _MOST_CODES:
         del state.codes[next(iter(state.codes))]
+
+
+def count_engines(state: State, episode: EpisodeCommit, purpose: Purpose) -> None:
+    """What the engines sampled of an episode, where the node says which they are."""
+    for part in episode.parts:
+        if not part.engine:
+            continue
+        account = state.engines.pop(part.engine, None) or EngineAccount()
+        state.engines[part.engine] = account
+        account.episodes += 1
+        account.tokens += part.num_tokens
+        if purpose == "train" and part.reward is not None:
+            account.scored += 1
+            account.reward_sum += part.reward
+    if len(state.engines) > _MOST_ENGINES:
+        del state.engines[next(iter(state.engines))]
 
 
 def failure_reason(unscored: Iterable[tuple[str | None, bool]]) -> str:

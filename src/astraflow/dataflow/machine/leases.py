@@ -207,6 +207,7 @@ class Leases:
         if episode.error is not None:
             accounts.count_error(self._context, episode.error)
         accounts.count_code(state, episode, group.purpose)
+        accounts.count_engines(state, episode, group.purpose)
         return group, "accepted"
 
     def _accepted(self, group_id: str, k: int) -> int:

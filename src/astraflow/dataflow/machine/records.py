@@ -62,6 +62,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reward: float | None  # None: unscored
     rewards_per_call: tuple[float, ...] = ()
     num_calls: int = 0  # as many as the largest `call_index` or `rewards_per_call` says
+    engine: str = ""  # "<engine>@<node>" that sampled it; "": not known
 
     @property
     def min_version(self) -> int:
@@ -213,6 +214,15 @@ class CodeAccount(msgspec.Struct, array_like=True):
     reward_sum: float = 0.0
 
 
+class EngineAccount(msgspec.Struct, array_like=True):
+    """What one engine of one node sampled."""
+
+    episodes: int = 0  # once per policy that it served
+    tokens: int = 0  # sampled
+    scored: int = 0  # rewards of training episodes
+    reward_sum: float = 0.0
+
+
 class TaskAccount(msgspec.Struct, array_like=True):
     """What became of one admitted task over all policies."""
 
@@ -358,6 +368,7 @@ class State(msgspec.Struct):
     errors: dict[str, int] = {}  # kind -> committed episodes with such an error
     first_errors: dict[str, str] = {}  # kind -> the first such error, shortened
     codes: dict[str, CodeAccount] = {}  # version of the code -> its episodes, the one that was committed last is last
+    engines: dict[str, EngineAccount] = {}  # "<engine>@<node>" -> what it sampled; the last one that did is last
     looked_at: float = 0.0  # when `serving.balance` was last told the time
     voids: dict[str, int] = {}  # kind of command -> those that raised while they were applied
     failure: Failed | None = None

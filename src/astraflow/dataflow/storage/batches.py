@@ -58,6 +58,7 @@ class BatchRows(msgspec.Struct, frozen=True):
     advantages: list[float]
     weights: list[float]
     call_advantages: list[tuple[float, ...]]  # empty: the advantage of the episode holds for all of its calls
+    engines: list[str]  # see `Part.engine`
     rank: int = 0  # the share that is wanted, of `ranks`
     ranks: int = 1
 
@@ -119,6 +120,7 @@ def batch_rows(
         advantages=[e.advantage for e in entries],
         weights=weights,
         call_advantages=[e.call_advantages for e in entries],
+        engines=[e.part.engine for e in entries],
         rank=rank,
         ranks=ranks,
     )
@@ -139,6 +141,7 @@ def rows_table(rows: BatchRows, read: Read) -> pa.Table:
     made = {
         "advantages": pa.ListArray.from_arrays(offsets, pa.array(per_token, pa.float32())),
         "weight": pa.array(np.array(rows.weights, np.float32)[owners], pa.float32()),
+        "engine": pa.array([rows.engines[i] for i in owners.tolist()], pa.string()),
     }
     more = [field for field in table.schema if field.name not in TRAINING_SCHEMA.names]
     columns = [made[name] if name in made else table.column(name) for name in TRAINING_SCHEMA.names]

@@ -7,7 +7,7 @@ from typing import Any
 
 from astraflow.dataflow.compaction import Compaction
 from astraflow.dataflow.journal.log import Journal
-from astraflow.dataflow.machine.records import CodeAccount, PolicyState, SourceState
+from astraflow.dataflow.machine.records import CodeAccount, EngineAccount, PolicyState, SourceState
 from astraflow.dataflow.state import Machine
 from astraflow.dataflow.views.beside import consumers_status, set_metrics, stages_status
 from astraflow.dataflow.views.law import imbalance, task_imbalance
@@ -40,6 +40,7 @@ def status(machine: Machine, now: float) -> dict[str, Any]:
             "errors": state.errors,
             "first_errors": state.first_errors,
             "codes": {code: _code(account) for code, account in state.codes.items()},
+            "engines": _engines(state.engines),
         },
         "void_commands": state.voids,
         "nodes": _nodes(machine, now),
@@ -57,6 +58,19 @@ def status(machine: Machine, now: float) -> dict[str, Any]:
 def _code(account: CodeAccount) -> dict[str, Any]:
     mean = round(account.reward_sum / account.scored, 4) if account.scored else None
     return {"episodes": account.episodes, "failed": account.failed, "reward": mean}
+
+
+def _engines(accounts: Mapping[str, EngineAccount]) -> dict[str, dict[str, Any]]:
+    total = sum(account.tokens for account in accounts.values())
+    return {
+        name: {
+            "episodes": account.episodes,
+            "tokens": account.tokens,
+            "share": round(account.tokens / total, 4) if total else 0.0,
+            "reward": round(account.reward_sum / account.scored, 4) if account.scored else None,
+        }
+        for name, account in sorted(accounts.items())
+    }
 
 
 def _source(machine: Machine, name: str, source: SourceState) -> dict[str, Any]:
@@ -173,6 +187,9 @@ def prometheus_text(machine: Machine, refused: Mapping[str, int]) -> bytes:
     for code, account in state.codes.items():
         registry.set("astraflow_code_episodes_total", account.episodes, code=code)
         registry.set("astraflow_code_reward", account.reward_sum / max(1, account.scored), code=code)
+    for name, made in state.engines.items():
+        registry.set("astraflow_engine_episodes_total", made.episodes, engine=name)
+        registry.set("astraflow_engine_tokens_total", made.tokens, engine=name)
     set_metrics(machine, registry)
     for node_id, node in state.nodes.items():
         registry.set("astraflow_node_leases", len(node.held), node=node_id)

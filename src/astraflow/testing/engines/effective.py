@@ -80,7 +80,7 @@ def random_batch(step: int, num_rows: int = 6, length: int = 24) -> pa.Table:
     row: dict[str, Any] = {
         "attempt": 1, "group_id": "train/0/0", "source": "train", "row": 0, "epoch": 0, "policy": "actor", "branch": 0,
         "parent_branch": -1, "fork_at": 0, "loss_mask": sampled, "reward": 1.0, "rewards_per_call": [],
-        "finish_reason": "stop", "truncated": False, "weight": 1.0,
+        "finish_reason": "stop", "truncated": False, "weight": 1.0, "engine": "",
         "behavior_logprobs": np.where(sampled, np.float32(-4), np.float32(0)),
         "versions": np.where(sampled, step, -1).astype(np.int32),
         "call_index": np.where(sampled, 0, -1).astype(np.int16),

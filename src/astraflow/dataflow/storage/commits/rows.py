@@ -120,28 +120,29 @@ def episode_commits(header: EpisodesHeader, facts: RowFacts, put: Put | None) ->
     commits, start, key = [], 0, put.key if put is not None else 0
     for episode in header.episodes:
         end = start + episode.num_rows
-        parts = _parts(facts, start, end, key)
+        parts = _parts(facts, start, end, key, header.engines)
         error = episode.error if episode.error is None else episode.error[:_ERROR_CHARS]
         commits.append(EpisodeCommit(episode.episode_id, episode.attempt, error, episode.metrics, parts, episode.code))
         start = end
     return commits
 
 
-def _parts(facts: RowFacts, start: int, end: int, key: int) -> list[Part]:
+def _parts(facts: RowFacts, start: int, end: int, key: int, engines: Mapping[str, str]) -> list[Part]:
     rows, calls = facts
     if end - start == 1:  # nearly every episode has one row
         policy, sampled, oldest, newest, num_calls, reward, scored, truncated = rows[start]
         given = calls.get(start, ()) if calls else ()
         score = reward if scored else None
         most = max(num_calls, len(given))
-        return [Part(policy, key, [start], [oldest], newest, sampled, int(truncated), score, given, most)]
+        engine = engines.get(policy, "")
+        return [Part(policy, key, [start], [oldest], newest, sampled, int(truncated), score, given, most, engine)]
     by_policy: dict[str, list[int]] = {}
     for i in range(start, end):
         by_policy.setdefault(rows[i][0], []).append(i)
-    return [_part(facts, policy, numbers, key) for policy, numbers in by_policy.items()]
+    return [_part(facts, policy, numbers, key, engines.get(policy, "")) for policy, numbers in by_policy.items()]
 
 
-def _part(facts: RowFacts, policy: str, numbers: list[int], key: int) -> Part:
+def _part(facts: RowFacts, policy: str, numbers: list[int], key: int, engine: str) -> Part:
     rows, calls = facts
     given = calls.get(numbers[0], ())
     return Part(
@@ -155,6 +156,7 @@ def _part(facts: RowFacts, policy: str, numbers: list[int], key: int) -> Part:
         reward=rows[numbers[0]][5] if rows[numbers[0]][6] else None,  # as of all of them
         rewards_per_call=given,
         num_calls=max(len(given), *(rows[i][4] for i in numbers)),
+        engine=engine,
     )
 
 
