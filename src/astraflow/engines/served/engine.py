@@ -38,7 +38,7 @@ from astraflow.types import Adapter, EffectiveWeights, FinishReason, Generation,
 R = TypeVar("R")
 log = logging.getLogger(__name__)
 _END_S = 10.0  # for tasks that were cancelled
-_LIVES = 5  # of a request, until it fails with the server that is lost
+_LOSSES = 5  # of a request, until it fails with the server that is lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +202,9 @@ class ServedEngine:
                     request.leave()
                     if left:
                         continue  # the server was told to end it
+                    request.losses += 1
                     await keeper.revive(life, str(error))
-                    if request.lives >= _LIVES:
+                    if request.losses >= _LOSSES:
                         raise
         except EngineError as error:
             self._finish(request, error)

@@ -158,12 +158,11 @@ class Keeper:
         server = self.server
         try:
             async with asyncio.timeout(self.limits.hang_s):
+                for request in () if server.counts else self._requests.values():
+                    request.leave()  # before the pause: what comes from here on has no certain label
                 sampled = await server.pause()
                 for request in self._requests.values():
-                    if sampled is None:
-                        request.leave()
-                    else:
-                        request.swapped(sampled.get(request.server_id, 0), version)
+                    request.swapped(sampled.get(request.server_id, 0), version)
                 await server.load(self._weights, version)
                 self.version = version
                 await server.resume()

@@ -33,7 +33,7 @@ class Request:
     on_tokens: TokenSink | None = None
     task: asyncio.Task[None] | None = None
     server_id: str = ""  # under which a server knows it now
-    lives: int = 0  # how often it was asked for
+    losses: int = 0  # how often its server was lost
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Request:
 
     def ask(self, version: int) -> None:
         """A server is asked for what is missing, under `version`."""
-        self.server_id, self.lives = uuid.uuid4().hex, self.lives + 1
+        self.server_id = uuid.uuid4().hex
         self._begin, self._bounds = len(self.token_ids), [(0, version)]
 
     @property

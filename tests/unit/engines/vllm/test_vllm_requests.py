@@ -194,10 +194,12 @@ def test_a_server_that_cannot_count_is_asked_again_after_each_swap(
     server = played.engine._keeper.server
     counting = server.pause
 
-    async def pause() -> None:
+    async def pause() -> dict[str, int]:
         await counting()
+        return {}
 
     monkeypatch.setattr(server, "pause", pause)
+    monkeypatch.setattr(server, "counts", False)
     played.engine.load_weights(1, tensors).result(60)
     future = played.engine.submit("a", PROMPT, Sampling(max_tokens=400))
     played.step(5)
