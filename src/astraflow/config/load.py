@@ -266,15 +266,19 @@ def _check_components(config: RunConfig) -> list[str]:
 
 def torch_components(config: RunConfig) -> Iterator[tuple[str, str, Component]]:
     """(setting, room, component) of what lies in rooms that load torch, which only `launch.checks` may do."""
+    from astraflow.config.checks.engines import engines_of
+
+    for setting, _, engine in engines_of(config):
+        yield setting, "engines", engine
     for name, policy in config.policies.items():
-        yield f"policies.{name}.engine", "engines", policy.engine
         if policy.tool_parser != "auto":
             yield f"policies.{name}.tool_parser", "tool_parsers", Component(type=policy.tool_parser)
         if not policy.trained:
             continue
         yield f"policies.{name}.algorithm.loss", "losses", policy.algorithm.loss
-        for i, correction in enumerate(policy.algorithm.corrections):
-            yield f"policies.{name}.algorithm.corrections.{i}", "corrections", correction
+        for setting, corrections in policy.algorithm.all_corrections.items():
+            for i, correction in enumerate(corrections):
+                yield f"policies.{name}.algorithm.{setting}.{i}", "corrections", correction
 
 
 def _check(room: str, component: Component, where: str, given: set[str]) -> list[str]:

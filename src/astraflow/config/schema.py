@@ -19,6 +19,7 @@ from astraflow.config.sections.policy import (
     CriticSection,
     DistillSection,
     EngineSection,
+    EngineSpec,
     KlSection,
     LoraSection,
     OptimizerSection,
@@ -120,6 +121,7 @@ class NodeSection(Strict):
         8 << 30, ge=64 << 20, description="a worker and what it started that use more are killed (Linux)"
     )
     threads: int = Field(0, ge=0, description="intra-op threads of the engine; 0: automatic")
+    engines: dict[Name, EngineSpec] = Field({}, description="policy -> what serves it here, instead of its own engine")
     delay_s: float = Field(0.0, ge=0, description="added to every call: makes a slow node for tests and demonstrations")
     start_after_s: float = Field(0.0, ge=0, description="join this long after the run starts")
     kill_after_s: float = Field(0.0, ge=0, description="0: never; else SIGKILL once, this long after it started")
@@ -248,6 +250,10 @@ class RunConfig(Strict):
         section = self.policies[policy]
         lora = (section if section.copy_of is None else self.policies[section.copy_of.policy]).lora
         return section.model if lora is None or lora.quantize == "none" else f"{lora.quantize}:{section.model}"
+
+    def engines_of(self, node: str) -> dict[str, EngineSection]:
+        """Policy -> what serves it on a node of this name, where that is not the policy's own engine."""
+        return next((dict(section.engines) for section in self.rollout.nodes if section.name == node), {})
 
     def steps_of(self, policy: str) -> int:
         """Steps that a policy makes; 0: it is only served."""

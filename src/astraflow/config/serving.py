@@ -12,9 +12,10 @@ def serving_problems(config: RunConfig) -> list[str]:
     problems: list[str] = []
     for name, policy in config.trained.items():
         problems += _batch_problems(f"policies.{name}.batch", policy.batch)
-        loss, corrections = policy.algorithm.loss.type, {c.type for c in policy.algorithm.corrections}
-        if loss in ROOMS["losses"] and corrections <= set(ROOMS["corrections"]):  # others are asked when they are made
-            corrected = loss in CORRECTS_OFF_POLICY or bool(corrections & WEIGHING_CORRECTIONS)
+        loss = policy.algorithm.loss.type
+        lists = [{c.type for c in specs} for specs in policy.algorithm.all_corrections.values()]
+        if loss in ROOMS["losses"] and set().union(*lists) <= set(ROOMS["corrections"]):  # others: when they are made
+            corrected = loss in CORRECTS_OFF_POLICY or all(types & WEIGHING_CORRECTIONS for types in lists)
             problems += off_policy_problems(name, policy, corrected)
     return problems
 

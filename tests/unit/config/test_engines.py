@@ -7,24 +7,30 @@ from typing import Any
 import pytest
 
 from astraflow.config.checks import engines
-from astraflow.config.checks.engines import ABILITIES, Ability, engine_problems
+from astraflow.config.checks.engines import ABILITIES, Ability, engine_name, engine_problems
+from astraflow.config.load import check_run
 from astraflow.config.rooms import ROOMS
-from astraflow.config.schema import RunConfig
+from astraflow.config.schema import EngineSection, RunConfig
+from astraflow.config.serving import serving_problems
+from astraflow.errors import ConfigError
 
 
-def problems(**policy: Any) -> list[str]:
-    run = {"name": "r", "steps": 4}
-    actor = {"model": "tiny-char", **policy}
-    return engine_problems(
-        RunConfig.model_validate(
-            {
-                "run": run,
-                "sources": {"train": {"type": "calculator"}},
-                "workflow": {"type": "single_turn"},
-                "policies": {"actor": actor},
-            }
-        )
-    )
+def run_of(*nodes: dict[str, Any], **policy: Any) -> RunConfig:
+    return RunConfig.model_validate(raw_of(*nodes, **policy))
+
+
+def raw_of(*nodes: dict[str, Any], **policy: Any) -> dict[str, Any]:
+    return {
+        "run": {"name": "r", "steps": 4},
+        "sources": {"train": {"type": "calculator"}},
+        "workflow": {"type": "single_turn"},
+        "policies": {"actor": {"model": "tiny-char", **policy}},
+        "rollout": {"nodes": [{"name": f"n{i}", **node} for i, node in enumerate(nodes)]},
+    }
+
+
+def problems(*nodes: dict[str, Any], **policy: Any) -> list[str]:
+    return engine_problems(run_of(*nodes, **policy))
 
 
 def test_bounds_of_the_load_that_cross() -> None:
@@ -88,3 +94,65 @@ def test_pairs_that_an_engine_cannot_serve() -> None:
         "policies.actor.engine='poor'", "policies.actor.lora", "policies.actor.sampling.top_k",
     ]  # fmt: skip
     assert problems(engine="poor", frozen=True) == []
+
+
+@pytest.mark.usefixtures("frozen_remote")
+def test_the_engine_of_each_node_is_checked() -> None:
+    nodes = {}, {"engines": {"actor": "poor"}}, {"engines": {"actor": {"type": "local", "dtype": "int8"}}}
+    found = problems(*nodes, lora={})
+    assert [problem.split(" cannot")[0].split(" is not")[0] for problem in found] == [
+        "rollout.nodes.1.engines.actor='poor'", "policies.actor.lora", "rollout.nodes.2.engines.actor.dtype='int8'",
+    ]  # fmt: skip
+    assert "rollout.nodes.1.engines.actor='poor'" in found[1]
+    (problem,) = problems({"engines": {"actr": "local"}})
+    assert problem == "rollout.nodes.0.engines.actr names no policy of this run; known: actor"
+
+
+def test_a_type_of_a_node_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match=r"rollout.nodes.1.engines.actor=locl is not a known name of engines"):
+        check_run(raw_of({}, {"engines": {"actor": "locl"}}), "here")
+
+
+def test_the_engine_of_a_node_is_what_its_name_says() -> None:
+    config = run_of({}, {"engines": {"actor": {"dtype": "bfloat16"}}})
+    assert config.engines_of("n0") == config.engines_of("elsewhere") == {}
+    assert config.engines_of("n1")["actor"].model_dump() == {"type": "local", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        ({}, "local-float32"),
+        ({"type": "vllm"}, "vllm-bfloat16"),
+        ({"type": "vllm", "dtype": "float32"}, "vllm-float32"),
+        ({"type": "package.module:Mine"}, "Mine"),
+        ({"type": "mine.py:Mine", "dtype": "fp8"}, "Mine-fp8"),
+    ],
+)
+def test_names_of_engines(section: dict[str, Any], name: str) -> None:
+    assert engine_name(EngineSection.model_validate(section)) == name
+
+
+def test_corrections_of_an_engine_take_the_place_of_the_others() -> None:
+    algorithm = {"loss": "gspo", "engine_corrections": {"local-bfloat16": ["truncate"]}}
+    half = {"engines": {"actor": {"dtype": "bfloat16"}}}
+    assert problems({}, half, algorithm=algorithm) == []
+    (problem,) = problems({}, half, algorithm={"loss": "gspo"})
+    assert problem.startswith("rollout.nodes.1.engines.actor.dtype='bfloat16' cannot be with")
+    (problem,) = problems({}, half, algorithm={"loss": "gspo", "engine_corrections": {"vllm-bfloat16": ["truncate"]}})
+    assert problem.startswith("rollout.nodes.1.engines.actor.dtype='bfloat16' cannot be with")
+
+
+def test_corrections_of_an_engine_that_nobody_has() -> None:
+    (problem,) = problems({}, algorithm={"engine_corrections": {"local-bf16": [], "Mine": []}, "corrections": []})[:1]
+    assert "engine_corrections.local-bf16 names no engine" in problem and "did you mean 'local-bfloat16'?" in problem
+    assert problems({"engines": {"actor": "a.b:Mine"}}, algorithm={"engine_corrections": {"Mine": []}}) == []
+
+
+def test_replay_of_old_data_needs_a_correction_for_every_engine() -> None:
+    replay = {"type": "replay", "ratio": 0.5, "max_age": 9}
+    weighed = {"corrections": ["truncate"], "engine_corrections": {"local-bfloat16": ["mask"]}}
+    assert serving_problems(run_of({}, algorithm=weighed, operators=[replay])) == []
+    bare = {"corrections": ["truncate"], "engine_corrections": {"local-float32": []}}
+    (problem,) = serving_problems(run_of({}, algorithm=bare, operators=[replay]))
+    assert "does not correct off-policy data" in problem

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from astraflow.config.rooms import WEIGHING_CORRECTIONS
-from astraflow.config.schema import PolicySection, RunConfig
+from astraflow.config.schema import EngineSection, PolicySection, RunConfig
 
 _CUTS = ("top_p", "top_k", "min_p")
 _WIDE_CLIP = 0.01  # above it, the rounding of half precision does not decide what gspo clips
@@ -31,14 +32,27 @@ ABILITIES: Mapping[str, Ability] = {
 """Engines of users are not in it: nothing is refused of them."""
 
 
+def engine_name(engine: EngineSection) -> str:
+    """By which trajectories, metrics and `algorithm.engine_corrections` know an engine: `local-bfloat16`. Of a type
+    that is not in `ABILITIES` what its path ends with, and the option dtype if it has one."""
+    ability = ABILITIES.get(engine.type)
+    dtype = engine.options.get("dtype", "" if ability is None else ability.default_dtype)
+    name = engine.type.rpartition(":")[2]
+    return f"{name}-{dtype}" if dtype else name
+
+
 def engine_problems(config: RunConfig) -> list[str]:
     """Pairs of engine, algorithm, precision and adapter that would train on numbers that mean something else, and
     bounds of the load of nodes."""
     problems: list[str] = []
-    for name, policy in config.policies.items():
-        ability = ABILITIES.get(policy.engine.type)
-        if ability is not None:
-            problems += _problems_of(f"policies.{name}", policy, ability)
+    for setting, name, engine in engines_of(config):
+        if name in config.policies:
+            problems += served_problems(setting, name, config.policies[name], engine)
+        else:
+            known = ", ".join(config.policies)
+            problems.append(f"{setting} names no policy of this run; known: {known}")
+    for name, policy in config.trained.items():
+        problems += _correction_problems(f"policies.{name}.algorithm.engine_corrections", name, policy, config)
     for place, node in enumerate(config.rollout.nodes):
         if node.min_concurrency > node.concurrency:
             problems.append(
@@ -48,26 +62,39 @@ def engine_problems(config: RunConfig) -> list[str]:
     return problems
 
 
-def _problems_of(where: str, policy: PolicySection, ability: Ability) -> list[str]:
-    engine, dtype = policy.engine.type, policy.engine.options.get("dtype", ability.default_dtype)
+def engines_of(config: RunConfig) -> Iterator[tuple[str, str, EngineSection]]:
+    """(setting, policy, engine) of all that the run file names; the policy may not exist."""
+    for name, policy in config.policies.items():
+        yield f"policies.{name}.engine", name, policy.engine
+    for place, node in enumerate(config.rollout.nodes):
+        for name, engine in node.engines.items():
+            yield f"rollout.nodes.{place}.engines.{name}", name, engine
+
+
+def served_problems(setting: str, name: str, policy: PolicySection, section: EngineSection) -> list[str]:
+    """What is wrong with the policy `name` on an engine, which `setting` names."""
+    where, ability = f"policies.{name}", ABILITIES.get(section.type)
+    if ability is None:
+        return []
+    engine, dtype = section.type, section.options.get("dtype", ability.default_dtype)
     if dtype not in ability.dtypes:
-        return [f"{where}.engine.dtype={dtype!r} is not one of {', '.join(ability.dtypes)}; choose one of them"]
+        return [f"{setting}.dtype={dtype!r} is not one of {', '.join(ability.dtypes)}; choose one of them"]
     if not policy.trained:
         return []
     problems = []
     if not ability.versions:
-        problems.append(f"{where}.engine={engine!r} cannot take new weights; use it for a policy with frozen = true")
+        problems.append(f"{setting}={engine!r} cannot take new weights; use it for a policy with frozen = true")
     if policy.lora is not None and not ability.adapters:
         problems.append(
-            f"{where}.lora cannot be with {where}.engine={engine!r}, which takes no adapters; train all weights, or "
+            f"{where}.lora cannot be with {setting}={engine!r}, which takes no adapters; train all weights, or "
             f"use one of {', '.join(name for name, other in ABILITIES.items() if other.adapters)}"
         )
     if not ability.whole_logprobs and (cuts := _cuts(policy)):
         problems.append(
-            f"{where}.sampling.{cuts[0]} cannot be with {where}.engine={engine!r}, which reports logprobs of what was "
+            f"{where}.sampling.{cuts[0]} cannot be with {setting}={engine!r}, which reports logprobs of what was "
             "cut: they are not the policy's, and ratios would be wrong; leave it out, or use another engine"
         )
-    return problems + _precision_problems(where, policy, dtype)
+    return problems + _precision_problems(setting, where, policy, section)
 
 
 def _cuts(policy: PolicySection) -> list[str]:
@@ -77,21 +104,35 @@ def _cuts(policy: PolicySection) -> list[str]:
     return [name for name in _CUTS if asked[name] or name in sampling.agents_choose]
 
 
-def _precision_problems(where: str, policy: PolicySection, dtype: str) -> list[str]:
+def _precision_problems(setting: str, where: str, policy: PolicySection, engine: EngineSection) -> list[str]:
     """The mean of a sequence's rounding in half precision is larger than the clip that gspo has from its paper."""
     algorithm, loss = policy.algorithm, policy.algorithm.loss
-    weighed = any(correction.type in WEIGHING_CORRECTIONS for correction in algorithm.corrections)
+    weighed = any(c.type in WEIGHING_CORRECTIONS for c in algorithm.corrections_of(engine_name(engine)))
     if loss.type != "gspo" or algorithm.anchor == "proximal" or weighed:
         return []
     clips = {"clip_low": 3e-4, "clip_high": 4e-4} | loss.options
     numbers = [v for name, v in clips.items() if name.startswith("clip_") and isinstance(v, int | float)]
     if not numbers or (clip := min(numbers)) >= _WIDE_CLIP:
         return []
-    for setting, value in ((f"{where}.engine.dtype", dtype), (f"{where}.trainer.dtype", policy.trainer.dtype)):
+    dtype = engine.options.get("dtype", ABILITIES[engine.type].default_dtype)
+    for at, value in ((f"{setting}.dtype", dtype), (f"{where}.trainer.dtype", policy.trainer.dtype)):
         if value != "float32":
             return [
-                f"{setting}={value!r} cannot be with {where}.algorithm.loss='gspo' and its clip of {clip:g}: rounding "
+                f"{at}={value!r} cannot be with {where}.algorithm.loss='gspo' and its clip of {clip:g}: rounding "
                 f"alone moves the mean ratio of a sequence further, and nearly all would be clipped; set "
                 f"{where}.algorithm.anchor = 'proximal', or float32"
             ]
     return []
+
+
+def _correction_problems(where: str, name: str, policy: PolicySection, config: RunConfig) -> list[str]:
+    """Names that no engine has: nodes that join by hand may bring any engine that is known."""
+    known = {f"{engine}-{dtype}" for engine, ability in ABILITIES.items() for dtype in ability.dtypes}
+    known |= {engine_name(engine) for _, served, engine in engines_of(config) if served == name}
+    problems = []
+    for engine in policy.algorithm.engine_corrections:
+        if engine not in known:
+            near = difflib.get_close_matches(engine, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+            problems.append(f"{where}.{engine} names no engine, which is its type and its dtype; {hint}")
+    return problems

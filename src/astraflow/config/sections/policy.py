@@ -28,6 +28,9 @@ class EngineSection(Component):
     type: str = "local"
 
 
+EngineSpec = Annotated[EngineSection, BeforeValidator(component_of)]
+
+
 class KlSection(Strict):
     """algorithm.kl: a penalty on the distance from a reference policy."""
 
@@ -55,6 +58,9 @@ class AlgorithmSection(Strict):
     advantage: Spec = Component(type="grpo")
     loss: Spec = Component(type="ppo_clip")
     corrections: list[Spec] = Field([], description="factors on the loss for data of other policies")
+    engine_corrections: dict[str, list[Spec]] = Field(
+        {}, description="engine, as local-bfloat16 -> corrections of what it sampled, instead of `corrections`"
+    )
     anchor: Literal["behavior", "proximal"] = Field(
         "behavior", description="policy that the loss measures its ratio from; proximal: before the first update"
     )
@@ -63,6 +69,16 @@ class AlgorithmSection(Strict):
     z_loss: float = Field(0.0, ge=0, description="penalty on the squared log normaliser of the logits")
     kl: Annotated[KlSection | None, BeforeValidator(or_none)] = None
     distill: Annotated[DistillSection | None, BeforeValidator(or_none)] = None
+
+    @property
+    def all_corrections(self) -> dict[str, list[Component]]:
+        """Setting, below algorithm -> corrections of some of the data."""
+        own = {f"engine_corrections.{engine}": specs for engine, specs in self.engine_corrections.items()}
+        return {"corrections": self.corrections, **own}
+
+    def corrections_of(self, engine: str) -> list[Component]:
+        """What corrects the data that an engine of this name (`config.engine_name`) sampled."""
+        return self.engine_corrections.get(engine, self.corrections)
 
     @property
     def penalty(self) -> KlSection | None:
@@ -180,7 +196,7 @@ class PolicySection(Strict):
     """[policies.<name>]: one model, trained or only served."""
 
     model: str = Field(description="Hugging Face directory, or a built-in name: tiny-char, smollm2-135m-instruct")
-    engine: Annotated[EngineSection, BeforeValidator(component_of)] = EngineSection()
+    engine: EngineSpec = EngineSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     batch: BatchSection = BatchSection()
     operators: list[Spec] = Field([Component(type="zero_variance")])
