@@ -28,6 +28,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "sums": "astraflow.sources.sums:SumsSource",
         "jsonl": "astraflow.sources.files:JsonlSource",
         "gsm8k": "astraflow.sources.gsm8k:Gsm8kSource",
+        "svamp": "astraflow.sources.svamp:SvampSource",
     },
     "workflows": {
         "single_turn": "astraflow.workflows.single_turn:SingleTurn",

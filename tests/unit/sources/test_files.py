@@ -9,6 +9,7 @@ import pytest
 from astraflow.errors import SourceError
 from astraflow.sources.files import JsonlSource
 from astraflow.sources.gsm8k import Gsm8kSource
+from astraflow.sources.svamp import SvampSource
 
 
 @pytest.fixture
@@ -80,3 +81,29 @@ def test_gsm8k_limit_and_split_are_checked():
     assert len(Gsm8kSource(split="test", limit=7)) == 7
     with pytest.raises(SourceError, match="heldout"):
         Gsm8kSource(split="heldout")
+
+
+def test_svamp_answers_are_numbers():
+    source = SvampSource(split="all")
+    assert len(source) == 1000
+    for row in (source.row(i) for i in range(len(source))):
+        assert re.fullmatch(r"\d+(\.\d+)?", row["answer"]), row
+        assert row["kind"] and len(row["question"]) > 20
+
+
+def test_no_story_of_svamp_is_both_trained_and_held_out():
+    def runs(source):
+        words = (re.findall(r"[a-z]+", source.row(i)["question"].lower()) for i in range(len(source)))
+        return [{tuple(w[i : i + 7]) for i in range(len(w) - 6)} for w in words]
+
+    train, heldout = SvampSource(), SvampSource(split="heldout")
+    assert (len(train), len(heldout)) == (800, 200)
+    known = set().union(*runs(train))
+    assert [i for i, told in enumerate(runs(heldout)) if len(told & known) > len(told) / 3] == []
+
+
+def test_svamp_limit_and_split_are_checked():
+    assert SvampSource(limit=3).fingerprint() != SvampSource(limit=4).fingerprint()
+    for options in ({"split": "test"}, {"limit": -1}):
+        with pytest.raises(SourceError, match=r"sources\.svamp"):
+            SvampSource(**options)
