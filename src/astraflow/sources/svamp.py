@@ -23,8 +23,8 @@ class _Problem(msgspec.Struct):
 class SvampSource:
     """Rows `{question, answer, equation, kind}`: `answer` is a number as text, `kind` the operation by name.
 
-    Problems are variations of fewer stories, and no story is on both sides: `heldout` are 200 problems, whole clusters of
-    those that share half of their words (data/svamp/heldout.json).
+    Problems are variations of fewer stories, and no story is on both sides: `heldout` are 200 problems, whole clusters
+    of those that share half of their words (data/svamp/heldout.json).
     """
 
     def __init__(self, *, split: str = "train", limit: int = 0) -> None:
