@@ -46,21 +46,18 @@ def make_stepper(model: PreTrainedModel, budget: int, ranks: Ranks = ALONE) -> S
     return Stepper(model, PpoClip(CLIP), settings, ranks=ranks, score=score)
 
 
-def token_rows(batch: Batch, behavior: str = "") -> TokenRows:
-    """The batch as flat arrays. `behavior`: file of the logprobs of its tokens; without it they are 0."""
+def token_rows(batch: Batch, behavior: str) -> TokenRows:
+    """The batch as flat arrays. `behavior`: file of the logprobs of its tokens."""
     sizes = np.array([len(sequence) for sequence in batch.sequences])
     starts = np.concatenate(([0], np.cumsum(sizes)))
     position = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
     trained = position >= PROMPT_TOKENS
-    logprobs = np.zeros(len(trained), dtype=np.float32)
-    if behavior:
-        said = load_file(behavior)
-        logprobs = torch.cat([said[str(row)] for row in range(len(sizes))]).numpy()
+    said = load_file(behavior)
     return TokenRows(
         starts=starts,
         token_ids=torch.cat(batch.sequences).numpy().astype(np.int32),
         trained=trained,
-        behavior_logprobs=logprobs,
+        behavior_logprobs=torch.cat([said[str(row)] for row in range(len(sizes))]).numpy(),
         advantages=np.repeat(batch.advantages.numpy(), sizes),
         versions=np.where(trained, 0, -1).astype(np.int32),
         weights=np.ones(len(sizes), dtype=np.float32),

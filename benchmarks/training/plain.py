@@ -39,7 +39,7 @@ def build(form: str, model: PreTrainedModel, batch: Batch, work: Work) -> Step:
     optimizer = make_optimizer(model)
     order = sorted(range(work.rows), key=lambda row: len(batch.sequences[row]))
     size = 1 if form == "one_by_one" else work.micro
-    if work.behavior and not Path(work.behavior).exists():
+    if not Path(work.behavior).exists():
         save_file(behavior(model, batch), work.behavior)
 
     def step() -> float:

@@ -35,6 +35,7 @@ class Work:
     lengths: str  # "uneven" or "equal"
     rows: int
     mean: int
+    behavior: str  # file of the logprobs before the update, which the plain loop writes
     of_rows: int = 0  # the rows are a fair part of a batch of so many, to whose longest row TRL pads; 0: they are all
     micro: int = 8  # rows of a padded microbatch
     budget: int = 1024  # tokens of a packed microbatch
@@ -42,7 +43,6 @@ class Work:
     warm_ups: int = 1
     threads: int = 2
     seed: int = 0
-    behavior: str = ""  # file of the logprobs before the update, which the plain loop writes
 
     def sizes(self) -> list[int]:
         """Tokens of each sequence: mean as asked for, at most four times it."""
