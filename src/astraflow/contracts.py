@@ -183,6 +183,15 @@ class Engine(Protocol):
         """Stop the engine; pending futures fail with EngineError."""
 
 
+class SharesBase(Engine, Protocol):
+    """An engine that can serve several policies whose versions are adapters on the weights that it was started with.
+    Its type is in `config.rooms.SHARES_BASE`."""
+
+    def adapters(self, policies: int) -> list[Engine]:
+        """An engine for each of so many policies, instead of itself and before anything else is asked of it. They have
+        versions of their own, decode together, and end together. Whole versions are refused with ModelError."""
+
+
 class LLM(Protocol):
     """One policy as a workflow sees it: a light OpenAI-compatible client bound to this episode."""
 

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from astraflow.config.schema import LoraSection
 from astraflow.engines.local.compute.passes import Passes
 from astraflow.engines.local.compute.sampler import row_key
 from astraflow.engines.local.decoder import Decoder, Room
 from astraflow.engines.local.rows import Request
 from astraflow.models.load import load_model, state_tensors
+from astraflow.models.lora.layers import add_lora, lora_tensors, peft_names
 from astraflow.types import Generation, Sampling
 
 TOLERANCE = 1e-4
@@ -64,3 +66,12 @@ def other_weights(directory: Path, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tensors = state_tensors(load_model(directory))
     return {n: t + 0.3 * t.std() * torch.randn(t.shape, generator=generator) for n, t in tensors.items()}
+
+
+def adapter_of(directory: Path, lora: LoraSection, seed: int, size: float = 0.4) -> dict[str, torch.Tensor]:
+    """Clearly not zero."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = load_model(directory)
+        add_lora(model, lora)
+        return {name: torch.randn_like(t) * size for name, t in peft_names(lora_tensors(model)).items()}

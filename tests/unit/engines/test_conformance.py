@@ -1,23 +1,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from astraflow.config.schema import LoraSection
+from astraflow.contracts import Engine
 from astraflow.engines.local import LocalEngine
+from astraflow.engines.local.engine import PolicyEngine
 from astraflow.engines.scripted import ScriptedEngine
 from astraflow.errors import EngineError
-from astraflow.models.load import load_model, state_tensors
+from astraflow.models.load import content_checksum, load_model, state_tensors
 from astraflow.testing.engines.suite import EngineCase, EngineSuite
-from astraflow.types import Sampling
-from decoding import fresh_logprobs
+from astraflow.types import Adapter, Sampling
+from decoding import adapter_of, fresh_logprobs
 
 PROMPT = [1, 5, 9, 13, 17, 21]
 
 
-def local_case(engine: LocalEngine, directory: Path) -> EngineCase:
+def local_case(engine: PolicyEngine, directory: Path) -> EngineCase:
     model, gates, probes = load_model(directory), list[threading.Event](), iter(range(10**6))
 
     def advance() -> None:
@@ -26,13 +32,13 @@ def local_case(engine: LocalEngine, directory: Path) -> EngineCase:
 
     def pause() -> None:
         gates.append(threading.Event())
-        engine._between_steps(gates[-1].wait)
+        engine._core.between_steps(gates[-1].wait)
 
     def crash() -> None:
         def broken() -> None:
             raise MemoryError("planted")
 
-        engine._decoder.step = broken  # type: ignore[method-assign, assignment]
+        engine._core.decoder.step = broken  # type: ignore[method-assign, assignment]
 
     return EngineCase(
         engine=engine, prompt=PROMPT, long_tokens=300, tensors=state_tensors(load_model(directory)),
@@ -65,6 +71,29 @@ class TestLocalKeepingCaches(EngineSuite):
         engine = LocalEngine(endless_dir, kv_after_swap="keep")
         yield local_case(engine, endless_dir)
         engine.close()
+
+
+class _WithAdapter(PolicyEngine):
+    """Its weights are adapters, whatever it is given."""
+
+    def __init__(self, engine: Engine, directory: Path) -> None:
+        assert isinstance(engine, PolicyEngine)
+        super().__init__(engine._core, engine._policy)
+        self._tensors = adapter_of(directory, LoraSection(rank=2, alpha=2), 5)
+        self._adapter = Adapter(1.0, content_checksum(directory))
+
+    def load_weights(self, version: int, tensors: Mapping[str, Any], adapter: Adapter | None = None) -> Future[int]:
+        return super().load_weights(version, self._tensors, self._adapter)
+
+
+class TestBesideOthers(EngineSuite):
+    """One of three policies."""
+
+    @pytest.fixture
+    def case(self, endless_dir: Path) -> Iterator[EngineCase]:
+        with closing(LocalEngine(endless_dir)) as whole:
+            engines = whole.adapters(3)
+            yield local_case(_WithAdapter(engines[1], endless_dir), endless_dir)
 
 
 class TestScripted(EngineSuite):

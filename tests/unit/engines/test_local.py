@@ -76,7 +76,7 @@ def test_any_error_in_the_thread_fails_all_that_is_pending(
         raise ZeroDivisionError("planted")
 
     futures = [engine.submit(f"r{i}", [1, 2], Sampling(max_tokens=400)) for i in range(9)]  # five of them wait
-    monkeypatch.setattr(engine._decoder, "step", broken)
+    monkeypatch.setattr(engine._core.decoder, "step", broken)
     for future in futures:
         with pytest.raises(EngineError, match=r"ZeroDivisionError.*planted"):
             future.result(60)
@@ -193,8 +193,8 @@ def test_the_engine_thread_has_the_threads_it_was_given(endless_dir: Path, monke
     before = torch.get_num_threads()
     engine = LocalEngine(endless_dir, threads=2)
     seen: list[int] = []
-    step = engine._decoder.step
-    monkeypatch.setattr(engine._decoder, "step", lambda: (seen.append(torch.get_num_threads()), step())[1])
+    step = engine._core.decoder.step
+    monkeypatch.setattr(engine._core.decoder, "step", lambda: (seen.append(torch.get_num_threads()), step())[1])
     engine.submit("a", [1], Sampling(max_tokens=1)).result(60)
     engine.close()
     torch.set_num_threads(before)

@@ -47,7 +47,7 @@ def test_it_keeps_the_most_recently_used_that_fit(events: list[tuple[bool, list[
                 model = [m for m in model if m != used] + [used]
         assert all(shelf.holds(0, array(m)) for m in model)
         assert shelf._bytes == 16 * sum(map(len, model))
-    shelf.clear()
+    shelf.drop(0)
     assert shelf._bytes == 0
     assert all(shelf.find(0, array([*m, 0])) is None for m in model)
 

@@ -46,8 +46,8 @@ class Decoder:
 
     def __init__(self, passes: Passes, eos_ids: Sequence[int], room: Room, keep_caches: bool = False) -> None:
         """`keep_caches`: running rows go on with the keys and values that they have when the weights change."""
-        self.version = -1
-        self.sampled_tokens = 0
+        self.versions = [-1]  # in force, of each policy
+        self.sampled_tokens = [0]  # of each policy
         self.decode_steps = 0
         self.preempted = 0  # times that a row had to give up its place
         self._passes, self._room, self._keep_caches = passes, room, keep_caches
@@ -57,7 +57,7 @@ class Decoder:
             config.num_hidden_layers, room.max_rows, room.max_context, room.position_bytes, room.kv_bytes
         )
         self._shelf = Shelf(room.shelf_bytes)
-        self._prefill = Prefill(passes, self._rows, self._cache, self._shelf, room.max_context)
+        self._prefill = Prefill(passes, self._rows, self._cache, self._shelf, room.max_context, self.versions)
         self._queue: deque[Request] = deque()
         self._long: Long | None = None
 
@@ -108,13 +108,16 @@ class Decoder:
             return []
         self._make_room()
         at = rows.records["length"][:, None] - 1
-        logits = self._passes.logits(self._cache, rows.last_ids()[:, None], 0, at, int(at.max()) + 1)
+        policies = rows.records["policy"]
+        logits = self._passes.logits(self._cache, rows.last_ids()[:, None], 0, at, int(at.max()) + 1, policies)
         uniform = uniforms(rows.records["key"], rows.records["length"] - rows.records["prompt"])
         ids, logprobs = sample(logits, rows.records, uniform)
-        stopped, full = rows.append(ids, logprobs, self.version)
-        self.sampled_tokens += len(rows)
+        versions = np.array(self.versions)[policies]
+        stopped, full = rows.append(ids, logprobs, versions)
+        for policy, count in enumerate(np.bincount(policies).tolist()):
+            self.sampled_tokens[policy] += count
         self.decode_steps += 1
-        rows.hand_out(ids, logprobs, self.version)
+        rows.hand_out(ids, logprobs, versions)
         return self._end(stopped | full, lambda row: "stop" if stopped[row] else "length")
 
     def drop_cancelled(self) -> list[Finished]:
@@ -128,15 +131,21 @@ class Decoder:
         gone = np.fromiter((request.cancelled for request in self._rows.requests), bool, len(self._rows))
         return [(request, request.ended("cancelled")) for request in dropped] + self._end(gone, lambda row: "cancelled")
 
-    def renew(self, version: int) -> None:
-        """The model has other weights now; keys and values of all rows are computed afresh under them, or kept."""
-        self.version = version
-        self._shelf.clear()
-        self._rows.records["cached"] = NO_VERSION if self._keep_caches else version
+    def share(self, policies: int) -> None:
+        """So many policies have their rows here from now on, none of which has weights yet."""
+        self.versions[:], self.sampled_tokens = [-1] * policies, [0] * policies
+
+    def renew(self, version: int, policy: int = 0) -> None:
+        """The policy has other weights now; keys and values of all its rows are computed afresh under them, or kept."""
+        self._shelf.drop((policy, self.versions[policy]))
+        self.versions[policy] = version
+        records = self._rows.records
+        mine = np.flatnonzero(records["policy"] == policy)
+        records["cached"][mine] = NO_VERSION if self._keep_caches else version
         if not self._keep_caches:
-            self._prefill.whole(range(len(self._rows)), version)
-        if self._long is not None:
-            self._prefill.renew(self._long, version, self._keep_caches, self._room.chunk_tokens)
+            self._prefill.whole(mine.tolist())
+        if self._long is not None and self._long.request.policy == policy:
+            self._prefill.renew(self._long, self._keep_caches, self._room.chunk_tokens)
 
     def _picked(self) -> list[tuple[Request, Prefix | None]]:
         """Who joins now, first come first served, and what is known of each. One that would take too long is read in
@@ -145,16 +154,16 @@ class Decoder:
         left = budget // 2 if self._long is not None else budget
         picked: list[tuple[Request, Prefix | None]] = []
         passed: list[Request] = []
-        seen: set[bytes] = set()
+        seen: set[tuple[int, bytes]] = set()
         longest = self._longest()
         while self._queue:
             request = self._queue.popleft()
             ids = request.ids
-            known = self._shelf.find(self.version, ids)
-            cost = 0 if ids.tobytes() in seen else ids.size - 1 - (known.tokens if known else 0)
+            known = self._shelf.find((request.policy, self.versions[request.policy]), ids)
+            cost = 0 if (request.policy, ids.tobytes()) in seen else ids.size - 1 - (known.tokens if known else 0)
             if cost > budget:
                 if self._long is None:
-                    self._long = self._prefill.begin(request, known, self.version)
+                    self._long = self._prefill.begin(request, known)
                 else:
                     passed.append(request)
                 continue
@@ -163,7 +172,7 @@ class Decoder:
                 passed.append(request)
                 break
             left -= cost
-            seen.add(ids.tobytes())
+            seen.add((request.policy, ids.tobytes()))
             picked.append((request, known))
         self._queue.extendleft(reversed(passed))
         return picked
@@ -176,9 +185,9 @@ class Decoder:
         known.sort(key=lambda pair: pair[0].ids.size - pair[1].tokens)
         first = len(self._rows)
         for request in [*new, *(request for request, _ in known)]:
-            self._rows.add(request, self.version)
+            self._rows.add(request, self.versions[request.policy])
         self._cache.reserve(len(self._rows), self._longest())
-        self._prefill.whole(range(first, first + len(new)), self.version)
+        self._prefill.whole(range(first, first + len(new)))
         if known:
             self._prefill.after(first + len(new), [prefix for _, prefix in known])
 
@@ -188,8 +197,8 @@ class Decoder:
         if not long.is_read or not self._has_room(1, long.ids.size + 1):
             return
         self._long = None  # its memory is counted as the row's from here on
-        prefix, key = long.cache.view(0, long.ids.size), long.request.ids.tobytes()
-        siblings = [request for request in self._queue if request.ids.tobytes() == key]
+        prefix, key = long.cache.view(0, long.ids.size), (long.request.policy, long.request.ids.tobytes())
+        siblings = [request for request in self._queue if (request.policy, request.ids.tobytes()) == key]
         for request in [long.request, *siblings]:
             if not self._has_room(1, long.ids.size + 1):
                 break
@@ -198,7 +207,7 @@ class Decoder:
             self._rows.add(request, long.cached)
             self._cache.reserve(len(self._rows), self._longest())
             self._cache.copy_in(len(self._rows) - 1, prefix)
-        self._prefill.shelve(len(self._rows) - 1, self.version)
+        self._prefill.shelve(len(self._rows) - 1)
 
     def _make_room(self) -> None:
         """For one more token of every row; the youngest give up theirs, keep their tokens, and wait."""
@@ -235,7 +244,7 @@ class Decoder:
 
     def _remove(self, gone: np.ndarray) -> None:
         for row in np.flatnonzero(gone).tolist():
-            self._prefill.shelve(row, self.version)
+            self._prefill.shelve(row)
         source, target = self._rows.remove(gone)
         if source.size:
             self._cache.move(source, target, self._longest())

@@ -46,7 +46,7 @@ class Inbox:
     def __init__(self, gather_s: float = 0.0) -> None:
         self._gather_s = gather_s
         self._wake = threading.Condition()
-        self._pending: dict[str, Request] = {}  # waiting and running
+        self._pending: dict[tuple[int, str], Request] = {}  # waiting and running, by policy and id
         self._waiting: deque[Request] = deque()
         self._errands: deque[Errand] = deque()
         self._cancels = False
@@ -61,10 +61,10 @@ class Inbox:
         """Queue a request; its future fails if the engine has ended or the id is in use."""
         with self._wake:
             error = self._error
-            if error is None and request.request_id in self._pending:
+            if error is None and request.name in self._pending:
                 error = EngineError("request_id", request.request_id, "is in use", "give every request its own id")
             if error is None:
-                self._pending[request.request_id] = request
+                self._pending[request.name] = request
                 self._waiting.append(request)
                 self._wake.notify()
         if error is not None:
@@ -80,10 +80,10 @@ class Inbox:
         if error is not None:
             errand.future.set_exception(error)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, policy: int, request_id: str) -> None:
         """Mark a pending request; unknown ids are finished ones."""
         with self._wake:
-            request = self._pending.get(request_id)
+            request = self._pending.get((policy, request_id))
             if request is not None:
                 request.cancelled = self._cancels = True
                 self._wake.notify()
@@ -111,7 +111,7 @@ class Inbox:
     def finish(self, finished: Sequence[tuple[Request, Generation]]) -> None:
         """Answer requests, all in one go."""
         with self._wake:
-            mine = [(r, g) for r, g in finished if self._pending.pop(r.request_id, None) is not None]
+            mine = [(r, g) for r, g in finished if self._pending.pop(r.name, None) is not None]
         for request, generation in mine:
             request.future.set_result(generation)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,21 +34,24 @@ class Long:
 class Prefill:
     """Of the rows of one decoder."""
 
-    def __init__(self, passes: Passes, rows: Rows, cache: SlotCache, shelf: Shelf, max_context: int) -> None:
+    def __init__(
+        self, passes: Passes, rows: Rows, cache: SlotCache, shelf: Shelf, max_context: int, versions: Sequence[int]
+    ) -> None:
+        """`versions`: in force, of each policy; it changes."""
         self.tokens = 0  # computed: neither padding nor what the shelf held
         self._passes, self._rows, self._cache, self._shelf = passes, rows, cache, shelf
-        self._max_context = max_context
+        self._max_context, self._versions = max_context, versions
 
-    def whole(self, rows: range, version: int) -> None:
+    def whole(self, rows: Iterable[int]) -> None:
         """All that these rows need; equal prefixes (siblings of a group) are computed once."""
-        equal: dict[bytes, list[int]] = {}
+        equal: dict[tuple[int, bytes], list[int]] = {}
         for row in rows:
             prefix = self._rows.prefix(row)
             if prefix.size:
-                equal.setdefault(prefix.tobytes(), []).append(row)
+                equal.setdefault((self._policy(row), prefix.tobytes()), []).append(row)
         groups = sorted(equal.values(), key=lambda group: self._rows.prefix(group[0]).size)
         for start, stop in _chunks([self._rows.prefix(group[0]).size for group in groups]):
-            self._together(groups[start:stop], version)
+            self._together(groups[start:stop])
 
     def after(self, first: int, known: Sequence[Prefix]) -> None:
         """Rows from `first` on, in ascending order of what is missing after their known prefix."""
@@ -65,12 +68,14 @@ class Prefill:
             at = np.minimum(start_at[start:stop, None] + np.arange(ids.shape[1]), self._max_context - 1)
             width = int(max(s + m.size for s, m in zip(start_at[start:stop], missing[start:stop], strict=True)))
             self._cache.reserve(len(self._rows), int(at.max()) + 1)
-            self._passes.tokens(self._cache, ids, first + start, at, width)
+            self._passes.tokens(
+                self._cache, ids, first + start, at, width, self._policies(range(first + start, first + stop))
+            )
             self.tokens += sum(m.size for m in missing[start:stop])
 
-    def begin(self, request: Request, known: Prefix | None, version: int) -> Long:
+    def begin(self, request: Request, known: Prefix | None) -> Long:
         """A long prompt, of which `known` need not be read."""
-        ids = request.ids[:-1]
+        ids, version = request.ids[:-1], self._versions[request.policy]
         long = Long(request, ids, self._cache.alike(1), version, known.tokens if known else 0)
         long.cache.reserve(1, ids.size)
         if known is not None:
@@ -83,12 +88,13 @@ class Prefill:
         if stop > long.done:
             at = np.arange(long.done, stop)[None]
             ids = long.ids[None, long.done : stop].astype(np.int64)
-            self._passes.tokens(long.cache, ids, 0, at, stop)
+            self._passes.tokens(long.cache, ids, 0, at, stop, np.array([long.request.policy]))
             self.tokens += stop - long.done
             long.done = stop
 
-    def renew(self, long: Long, version: int, keep: bool, tokens: int) -> None:
+    def renew(self, long: Long, keep: bool, tokens: int) -> None:
         """The weights changed: what was read of it is read again, `tokens` at a time, or kept."""
+        version = self._versions[long.request.policy]
         if keep:
             long.cached = NO_VERSION if long.done else version
             return
@@ -96,20 +102,31 @@ class Prefill:
         while long.done < done:
             self.read_on(long, min(tokens, done - long.done))
 
-    def shelve(self, row: int, version: int) -> None:
+    def shelve(self, row: int) -> None:
         """Keep what a row has stored, unless the weights changed while it ran and it kept what it had."""
-        prefix, cached = self._rows.prefix(row), int(self._rows.records["cached"][row])
-        if prefix.size and cached == version and not self._shelf.holds(version, prefix):
-            self._shelf.put(version, prefix, self._cache.view(row, prefix.size))
+        prefix, cached, policy = self._rows.prefix(row), int(self._rows.records["cached"][row]), self._policy(row)
+        weights = (policy, self._versions[policy])
+        if prefix.size and cached == weights[1] and not self._shelf.holds(weights, prefix):
+            self._shelf.put(weights, prefix, self._cache.view(row, prefix.size))
 
-    def _together(self, groups: Sequence[Sequence[int]], version: int) -> None:
+    def _policy(self, row: int) -> int:
+        return int(self._rows.records["policy"][row])
+
+    def _policies(self, rows: Iterable[int]) -> np.ndarray:
+        policies: np.ndarray = self._rows.records["policy"][list(rows)]
+        return policies
+
+    def _together(self, groups: Sequence[Sequence[int]]) -> None:
         prefixes = [self._rows.prefix(group[0]) for group in groups]
         slots = np.array([row for group in groups for row in group])
         source = np.array([i for i, group in enumerate(groups) for _ in group])
-        self._passes.prompts(self._cache, _padded(prefixes), slots, source if len(source) > len(groups) else None)
+        policies = self._policies(group[0] for group in groups)
+        self._passes.prompts(
+            self._cache, _padded(prefixes), slots, source if len(source) > len(groups) else None, policies
+        )
         self.tokens += sum(prefix.size for prefix in prefixes)
         for group in groups:
-            self.shelve(group[0], version)
+            self.shelve(group[0])
 
 
 def _chunks(sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -25,6 +25,7 @@ _ROW = np.dtype(
         ("top_p", np.float64),
         ("min_p", np.float64),
         ("turn", np.int64),  # rows are added in this order
+        ("policy", np.int64),  # of an engine that several share, else 0
     ]
 )
 NO_VERSION = -2  # below every version, -1 included
@@ -42,8 +43,14 @@ class Request:
     key: int  # 64 bits
     ready_s: float
     on_tokens: TokenSink | None = None
+    policy: int = 0  # of an engine that several share
     cancelled: bool = False
     sampled: np.ndarray = field(default_factory=lambda: np.zeros(0, TOKEN))  # before it had to give up its row
+
+    @property
+    def name(self) -> tuple[int, str]:
+        """Policy and id, which no other pending request has."""
+        return self.policy, self.request_id
 
     @property
     def ids(self) -> np.ndarray:
@@ -102,6 +109,7 @@ class Rows:
         self._records[row] = (
             length, size, limit, sampling.top_k, request.key, version, temperature,
             told if told >= GREEDY_BELOW else 1.0, sampling.top_p, sampling.min_p, self._turns,
+            request.policy,
         )  # fmt: skip
         self._turns += 1
         self._tokens["id"][row, :size] = request.prompt_ids
@@ -111,23 +119,24 @@ class Rows:
         self.requests.append(request)
         self._num_streaming += request.on_tokens is not None
 
-    def append(self, ids: np.ndarray, logprobs: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray]:
+    def append(self, ids: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """One token for every row. Returns which rows ended by a stop id, and which only by their limit ([n] bool)."""
         count = len(self)
         at = (np.arange(count), self.records["length"])
         self._tokens["id"][at] = ids
         self._tokens["logprob"][at] = logprobs
-        self._tokens["version"][at] = version
+        self._tokens["version"][at] = versions
         self.records["length"] += 1
         stopped = self._ends[ids]
         if self._stops.shape[1]:
             stopped = stopped | (self._stops[:count] == ids[:, None]).any(1)
         return stopped, (self.records["length"] >= self.records["limit"]) & ~stopped
 
-    def hand_out(self, ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+    def hand_out(self, ids: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
         """The tokens of one step to those who asked for them at once."""
         if self._num_streaming:
-            for request, token, logprob in zip(self.requests, ids.tolist(), logprobs.tolist(), strict=True):
+            columns = (ids.tolist(), logprobs.tolist(), versions.tolist())
+            for request, token, logprob, version in zip(self.requests, *columns, strict=True):
                 if request.on_tokens is not None:
                     request.on_tokens((token,), (logprob,), (version,))
 

@@ -14,13 +14,29 @@ from astraflow.models.lora.merge import load_adapter
 from astraflow.types import Adapter, EffectiveWeights
 
 
+class Base:
+    """What a model directory holds."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._checksum = ""  # once an adapter asks
+
+    def check(self, adapter: Adapter) -> None:
+        """Raises: ModelError: the adapter was made for another base."""
+        self._checksum = self._checksum or content_checksum(self._directory)
+        if adapter.base != self._checksum:
+            raise ModelError(
+                "adapter base", adapter.base, f"is not the model here ({self._checksum}, {self._directory})",
+                "give trainer and engine the same model directory",
+            )  # fmt: skip
+
+
 class LiveWeights:
     """Of one model; only the engine's thread calls it."""
 
     def __init__(self, model: PreTrainedModel, directory: Path) -> None:
         """`model` as it was loaded from `directory`."""
-        self._model, self._directory = model, directory
-        self._checksum = ""  # of what the directory holds, once an adapter asks
+        self._model, self._directory = model, Base(directory)
         # The base's own weights where adapters changed them; None: a whole version took the base's place.
         self._base: dict[str, torch.Tensor] | None = {}
 
@@ -35,12 +51,7 @@ class LiveWeights:
                 "adapter base", adapter.base, "is gone, a whole version took its place",
                 "publish whole versions or adapters, not both; start this engine again",
             )  # fmt: skip
-        self._checksum = self._checksum or content_checksum(self._directory)
-        if adapter.base != self._checksum:
-            raise ModelError(
-                "adapter base", adapter.base, f"is not the model here ({self._checksum}, {self._directory})",
-                "give trainer and engine the same model directory",
-            )  # fmt: skip
+        self._directory.check(adapter)
         load_adapter(self._model, tensors, adapter.scaling, self._base)
 
     def effective(self, version: int) -> EffectiveWeights:

@@ -54,13 +54,23 @@ def load_adapter(
     Raises: ModelError: a name that is no half of a pair on a weight of the model, or a shape that does not fit.
     """
     own = state_tensors(model)
-    pairs = {name: _pair(name, tensors, own) for name in _layers(tensors, own)}
+    pairs = adapter_pairs(tensors, own)
     for name in base.keys() - pairs.keys():
         own[name].copy_(base[name])
     for name, (a, b) in pairs.items():
         if name not in base:
             base[name] = own[name].clone()
         own[name].copy_(merge_pair(base[name], a, b, scaling))
+
+
+def adapter_pairs(
+    tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A and B by the name of the weight that they are on, out of an adapter's `tensors`. `own`: the base's weights.
+
+    Raises: ModelError: as `load_adapter`.
+    """
+    return {name: _pair(name, tensors, own) for name in _layers(tensors, own)}
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from astraflow.engines.local.caches.slots import SlotCache
+from astraflow.engines.local.compute.mixed import Mix
 from astraflow.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -20,24 +21,42 @@ class Passes:
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises: ModelError: layers that are no attention over tokens."""
         self.model, self.device = model, model.device
+        self.mix: Mix | None = None  # of a model that several policies share; then a pass is told whose its rows are
         self._kinds, self._window = attention_kinds(model.config)
 
-    def prompts(self, cache: SlotCache, ids: np.ndarray, slots: np.ndarray, source: np.ndarray | None) -> None:
+    def prompts(
+        self, cache: SlotCache, ids: np.ndarray, slots: np.ndarray, source: np.ndarray | None,
+        policies: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
         """Whole prompts from position 0, `ids` [n, tokens] padded on the right: what comes after a row's own tokens is
-        not seen by them. Row `source[i]` (or `i`) is stored in `slots[i]`."""
+        not seen by them. Row `source[i]` (or `i`) is stored in `slots[i]`. `policies` [n]: whose they are."""
+        self._choose(policies)
         cache.expect_prompts(self._tensor(slots), None if source is None else self._tensor(source))
         positions = torch.arange(ids.shape[1], device=self.device)[None]
         self.model.base_model(input_ids=self._tensor(ids), position_ids=positions, cache=cache, use_cache=True)
 
-    def tokens(self, cache: SlotCache, ids: np.ndarray, first: int, at: np.ndarray, width: int) -> None:
+    def tokens(
+        self, cache: SlotCache, ids: np.ndarray, first: int, at: np.ndarray, width: int,
+        policies: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
         """Tokens `ids` at positions `at` (both [n, tokens]) of the rows from `first` on; each sees what its row holds
         up to its own position, all of it below `width`."""
+        self._choose(policies)
         self._read(self.model.base_model, cache, ids, first, at, width)
 
-    def logits(self, cache: SlotCache, ids: np.ndarray, first: int, at: np.ndarray, width: int) -> torch.Tensor:
+    def logits(
+        self, cache: SlotCache, ids: np.ndarray, first: int, at: np.ndarray, width: int,
+        policies: np.ndarray | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """The same, and what follows the last token of each row, [n, vocabulary]."""
+        self._choose(policies)
         found: torch.Tensor = self._read(self.model, cache, ids, first, at, width).logits[:, -1]
         return found
+
+    def _choose(self, policies: np.ndarray | None) -> None:
+        if self.mix is not None:
+            assert policies is not None
+            self.mix.choose(policies)
 
     def _read(
         self, model: torch.nn.Module, cache: SlotCache, ids: np.ndarray, first: int, at: np.ndarray, width: int
