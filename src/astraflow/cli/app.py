@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from astraflow import __version__
-from astraflow.cli import conform, look, play, recipes, run, services, swarm
+from astraflow.cli import conform, look, play, recipes, run, services, simulate, swarm
 from astraflow.config.env import settle_torch
 from astraflow.errors import AstraFlowError
 
@@ -39,6 +39,7 @@ app.command("trace")(look.trace)
 app.command("report")(look.report)
 app.command("doctor")(look.doctor)
 app.command("conform", context_settings={"allow_extra_args": True})(conform.conform)
+app.command("simulate", context_settings=OVERRIDES)(simulate.simulate)
 app.command("sft", context_settings=OVERRIDES)(play.sft)
 app.command("eval", context_settings=OVERRIDES)(play.evaluate)
 app.command("try", context_settings=OVERRIDES)(play.try_out)
