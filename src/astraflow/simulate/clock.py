@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from astraflow.errors import Problem
 
-MOST_EVENTS = 20_000_000  # without a step of any policy
+MOST_EVENTS = 5_000_000  # without a step of any policy
 
 
 class Clock:

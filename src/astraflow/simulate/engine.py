@@ -6,6 +6,8 @@ import heapq
 import math
 from collections.abc import Callable
 
+from astraflow.config.checks.engines import ABILITIES
+from astraflow.config.schema import RunConfig
 from astraflow.simulate.clock import Clock, Host, Work
 from astraflow.simulate.profile import EngineCost
 
@@ -15,32 +17,45 @@ Done = Callable[[int], None]
 """Called with the version under which the first token was sampled, the oldest of the call."""
 
 
+def shared_by(config: RunConfig) -> dict[str, str]:
+    """Policy -> the first of those that one engine of a node serves: adapters of one base, see `rollout.serving`."""
+    firsts: dict[str, str] = {}
+    found = {}
+    for name, section in config.policies.items():
+        ability = ABILITIES.get(section.engine.type)
+        if ability is not None and ability.shares_base and (config.lora_of(name) or section.frozen):
+            found[name] = firsts.setdefault(f"{config.base_of(name)} {section.engine.model_dump_json()}", name)
+        else:
+            found[name] = name
+    return found
+
+
 class Engine:
-    """`version` -1: no weights yet."""
+    """`versions` -1: no weights yet."""
 
     def __init__(self, clock: Clock, host: Host, cost: EngineCost, most_rows: int) -> None:
         self._clock, self._host, self._cost = clock, host, cost
         self._most = min(cost.rows or most_rows, most_rows)
-        self._arrived: list[tuple[int, float, Done]] = []  # tokens, prompt tokens
+        self._arrived: list[tuple[str, int, float, Done]] = []  # policy, tokens, prompt tokens
         self._rows: list[tuple[int, int, Done, int]] = []  # ends at this decode step, order, done, version
-        self._swaps: list[tuple[float, int, Callable[[], None]]] = []
+        self._swaps: list[tuple[str, int, Callable[[], None]]] = []
         self._work: Work | None = None
         self._steps = 0  # that the running work makes; 0: it is no decoding
         self._since = 0.0
         self._joined = 0
         self._waking = False
-        self.version = -1
+        self.versions: dict[str, int] = {}
         self.num_steps = self.num_tokens = 0
         self._busy_s = 0.0
 
-    def submit(self, tokens: int, prompt_tokens: float, done: Done) -> None:
+    def submit(self, policy: str, tokens: int, prompt_tokens: float, done: Done) -> None:
         """A call."""
-        self._arrived.append((tokens, prompt_tokens, done))
+        self._arrived.append((policy, tokens, prompt_tokens, done))
         self._interrupt()
 
-    def swap(self, version: int, done: Callable[[], None]) -> None:
+    def swap(self, policy: str, version: int, done: Callable[[], None]) -> None:
         """`version` comes into force between two steps."""
-        self._swaps.append((self._cost.swap_s, version, done))
+        self._swaps.append((policy, version, done))
         self._interrupt()
 
     def busy_s(self) -> float:
@@ -88,12 +103,12 @@ class Engine:
     def _turn(self) -> None:
         self._waking = False
         if self._swaps:
-            seconds, version, done = self._swaps.pop(0)
-            self._start(seconds, lambda: self._swapped(version, done))
+            policy, version, done = self._swaps.pop(0)
+            self._start(self._cost.swap_s, lambda: self._swapped(policy, version, done))
         elif self._arrived and len(self._rows) < self._most:
             room = self._most - len(self._rows)
             joining, self._arrived = self._arrived[:room], self._arrived[room:]
-            prompt = sum(tokens for _, tokens, _ in joining)
+            prompt = sum(tokens for _, _, tokens, _ in joining)
             self._start(prompt * self._cost.prefill_token_s, lambda: self._join(joining))
         elif self._rows:
             self._steps = self._rows[0][0] - self.num_steps
@@ -112,15 +127,15 @@ class Engine:
 
         self._work = self._host.start(seconds, ended)
 
-    def _swapped(self, version: int, done: Callable[[], None]) -> None:
-        self.version = version
+    def _swapped(self, policy: str, version: int, done: Callable[[], None]) -> None:
+        self.versions[policy] = version
         done()
         self._wake()
 
-    def _join(self, joining: list[tuple[int, float, Done]]) -> None:
-        for tokens, _, done in joining:
+    def _join(self, joining: list[tuple[str, int, float, Done]]) -> None:
+        for policy, tokens, _, done in joining:
             self._joined += 1
-            heapq.heappush(self._rows, (self.num_steps + tokens, self._joined, done, self.version))
+            heapq.heappush(self._rows, (self.num_steps + tokens, self._joined, done, self.versions[policy]))
         self._wake()
 
     def _decoded(self) -> None:

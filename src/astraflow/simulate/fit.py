@@ -33,6 +33,7 @@ from astraflow.errors import LaunchError
 from astraflow.launch.rundir import RunDirectory
 from astraflow.observe.jsonl import read_jsonl
 from astraflow.observe.summary import Row, metric, steps_of
+from astraflow.simulate.engine import shared_by
 from astraflow.simulate.profile import (
     Call,
     EngineCost,
@@ -74,7 +75,7 @@ def fitted(run_dir: Path, cores: float = 0.0) -> Profile:
                 "run directory", str(run_dir), f"has fewer than three steps of {name}", "use a longer run"
             )
     played = _played(directory, rows)
-    engine, call_s = _engine(rows, len(config.policies))
+    engine, call_s = _engine(rows, len(set(shared_by(config).values())))
     policies = {}
     for name in config.policies:
         own = msgspec.structs.replace(engine, gather_s=_gather_s(config, name))

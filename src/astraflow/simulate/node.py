@@ -60,13 +60,18 @@ class _Play:
 class Node:
     """As `section` says, but that it stays to the end."""
 
-    def __init__(self, around: Around, policies: list[str], section: NodeSection, host: Callable[[], Host]) -> None:
+    def __init__(
+        self, around: Around, policies: dict[str, str], section: NodeSection, host: Callable[[], Host]
+    ) -> None:
+        """`policies`: each with the one whose engine serves it."""
         self._around, self._clock = around, around.clock
         self._concurrency, self._delay_s = section.concurrency, section.delay_s
         costs = around.profile
-        self.engines = {
-            name: Engine(self._clock, host(), costs.cost(name).engine, self._concurrency) for name in policies
-        }  # fmt: skip
+        self.own_engines = {
+            name: Engine(self._clock, host(), costs.cost(name).engine, self._concurrency)
+            for name in dict.fromkeys(policies.values())
+        }
+        self.engines = {name: self.own_engines[first] for name, first in policies.items()}
         self._loop = Fifo(host())
         self._worker = Fifo(host())
         self._worker_s = costs.serving.worker_s / max(1, section.workers)
@@ -84,10 +89,10 @@ class Node:
     def join(self, heartbeat_s: float) -> None:
         """From now on it is in the pool."""
         for name, engine in self.engines.items():
-            if name in self._around.versions:
+            trained = name in self._around.versions
+            engine.versions[name] = -1 if trained else 0
+            if trained:
                 self._follow(name)
-            else:
-                engine.version = 0
         self._beat(heartbeat_s)
         self._ask()
 
@@ -150,7 +155,7 @@ class Node:
         self._ask_soon()
 
     def _start_waiting(self) -> None:
-        versions = {name: engine.version for name, engine in self.engines.items()}
+        versions = {name: engine.versions[name] for name, engine in self.engines.items()}
         fresh = all(versions[name] >= newest for name, newest in self._announced.items())
         patient_since = self._clock.now - self._around.profile.serving.patience_s + 1e-9
         waiting, self._waiting = self._waiting, []
@@ -180,7 +185,8 @@ class Node:
 
         engine = self.engines[call.policy]
         self._loop.add(
-            self._around.profile.serving.call_s, lambda: engine.submit(call.tokens, call.prompt_tokens, answered)
+            self._around.profile.serving.call_s,
+            lambda: engine.submit(call.policy, call.tokens, call.prompt_tokens, answered),
         )
 
     def _end(self, play: _Play) -> None:
@@ -246,13 +252,14 @@ class Node:
     def _follow(self, name: str) -> None:
         engine, network = self.engines[name], self._around.profile.network
         wanted = self._announced[name]
-        if name in self._fetching or wanted <= engine.version:
+        have = engine.versions[name]
+        if name in self._fetching or wanted <= have:
             return
         self._fetching.add(name)
         cost = self._around.profile.cost(name).weights
-        behind = wanted - engine.version
+        behind = wanted - have
         size = cost.full_bytes
-        if engine.version >= 0 and cost.delta_bytes:
+        if have >= 0 and cost.delta_bytes:
             size = min(size, behind * cost.delta_bytes) if size else behind * cost.delta_bytes
         self._around.up.send(network.message_bytes)
         self.weight_bytes += size
@@ -264,6 +271,6 @@ class Node:
 
         def read() -> None:
             took = self._around.down.send(size) + network.rtt_s / 2 + (network.trips - 1) * network.rtt_s
-            self._clock.after(took + cost.apply_s, lambda: engine.swap(wanted, in_force))
+            self._clock.after(took + cost.apply_s, lambda: engine.swap(name, wanted, in_force))
 
         self._clock.after(network.rtt_s / 2 + self._around.versions.wait_s(name, wanted), read)

@@ -10,6 +10,7 @@ from typing import Any
 from astraflow.config.schema import NodeSection, RunConfig
 from astraflow.simulate.clock import Clock, Host, Line
 from astraflow.simulate.dataflow import Dataflow, Trained
+from astraflow.simulate.engine import shared_by
 from astraflow.simulate.episodes import Episodes
 from astraflow.simulate.node import Around, Node, Versions
 from astraflow.simulate.profile import Profile
@@ -101,7 +102,7 @@ class _World:
         ]  # fmt: skip
         self._nodes = []
         for section in _nodes(config, plan):
-            node = Node(self._around, list(config.policies), section, self._host)
+            node = Node(self._around, shared_by(config), section, self._host)
             self._nodes.append(node)
             self._clock.after(profile.serving.start_s + section.start_after_s, _joining(node, config))
         self._start_s = profile.serving.start_s
@@ -123,7 +124,7 @@ class _World:
         return self._prediction(first, last)
 
     def _mark(self) -> _Mark:
-        engines = [engine for node in self._nodes for engine in node.engines.values()]
+        engines = [engine for node in self._nodes for engine in node.own_engines.values()]
         up, down = self._around.up, self._around.down
         return _Mark(
             self._clock.now, [node.busy_s() for node in self._nodes], sum(engine.num_tokens for engine in engines),

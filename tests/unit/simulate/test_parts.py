@@ -74,15 +74,15 @@ def test_bytes_wait_for_those_before() -> None:
 
 def engine_of(times: Times, rows: int = 8, **cost: float) -> Engine:
     engine = Engine(times.clock, Host(times.clock), EngineCost(**cost), rows)  # type: ignore[arg-type]
-    engine.version = 0
+    engine.versions = {"a": 0}
     return engine
 
 
 def test_a_decode_step_costs_by_its_rows() -> None:
     times = Times()
     engine = engine_of(times, step_s=1.0, row_s=0.5)
-    engine.submit(2, 0, lambda version: times.mark("short"))
-    engine.submit(5, 0, lambda version: times.mark("long"))
+    engine.submit("a", 2, 0, lambda version: times.mark("short"))
+    engine.submit("a", 5, 0, lambda version: times.mark("long"))
     assert times.until(2) == {"short": 2 * 2.0, "long": 2 * 2.0 + 3 * 1.5}
     assert (engine.num_steps, engine.num_tokens) == (5, 7)
     assert engine.busy_s() == pytest.approx(8.5)
@@ -91,8 +91,8 @@ def test_a_decode_step_costs_by_its_rows() -> None:
 def test_a_call_joins_at_the_end_of_a_step() -> None:
     times = Times()
     engine = engine_of(times, step_s=1.0, prefill_token_s=0.25)
-    engine.submit(4, 0, lambda version: times.mark("first"))
-    times.clock.after(1.5, lambda: engine.submit(1, 2, lambda version: times.mark("second")))
+    engine.submit("a", 4, 0, lambda version: times.mark("first"))
+    times.clock.after(1.5, lambda: engine.submit("a", 1, 2, lambda version: times.mark("second")))
     # the step ends at 2, two tokens of the prompt are read until 2.5
     assert times.until(2) == {"second": 3.5, "first": 4.5}
 
@@ -101,24 +101,24 @@ def test_a_full_engine_lets_calls_wait() -> None:
     times = Times()
     engine = engine_of(times, rows=1, step_s=1.0)
     for name in "ab":
-        engine.submit(2, 0, lambda version, name=name: times.mark(name))
+        engine.submit("a", 2, 0, lambda version, name=name: times.mark(name))
     assert times.until(2) == {"a": 2.0, "b": 4.0}
 
 
 def test_a_swap_pauses_decoding_and_a_call_keeps_its_oldest_version() -> None:
     times, versions = Times(), []
     engine = engine_of(times, step_s=1.0, swap_s=0.5)
-    engine.submit(3, 0, lambda version: versions.append(version) or times.mark("call"))
-    times.clock.after(1.2, lambda: engine.swap(1, lambda: times.mark("swap")))
+    engine.submit("a", 3, 0, lambda version: versions.append(version) or times.mark("call"))
+    times.clock.after(1.2, lambda: engine.swap("a", 1, lambda: times.mark("swap")))
     assert times.until(2) == {"swap": 2.5, "call": 3.5}
-    assert versions == [0] and engine.version == 1
+    assert versions == [0] and engine.versions == {"a": 1}
 
 
 def test_a_burst_joins_together() -> None:
     times = Times()
     engine = engine_of(times, step_s=1.0, gather_s=0.02)
-    engine.submit(1, 0, lambda version: times.mark("first"))
-    times.clock.after(0.0005, lambda: engine.submit(1, 0, lambda version: times.mark("second")))
+    engine.submit("a", 1, 0, lambda version: times.mark("first"))
+    times.clock.after(0.0005, lambda: engine.submit("a", 1, 0, lambda version: times.mark("second")))
     at = times.until(2)
     assert at["first"] == at["second"] == pytest.approx(1.002)
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from astraflow.config.schema import LoraSection
 from astraflow.errors import Problem
 from astraflow.simulate.world import Plan, simulate
 from simulated import GROUPS, SIZE, STEP_S, TOKENS, TRAIN_S, config_of, profile
@@ -48,6 +49,16 @@ def test_a_barrier_adds_up_policies_and_their_own_loops_do_not() -> None:
     ours = simulate(config, costs)
     assert barrier.policies["a"].step_s == pytest.approx(2 * ROLLOUT_S + 2 * TRAIN_S)
     assert ours.policies["a"].step_s == ours.policies["b"].step_s == pytest.approx(2 * ROLLOUT_S)
+
+
+def test_adapters_of_one_base_share_an_engine() -> None:
+    config = config_of(policies=["a", "b"], batch={"max_staleness": 0})
+    lora = {name: own.model_copy(update={"lora": LoraSection()}) for name, own in config.policies.items()}
+    shared = config.model_copy(update={"policies": lora})
+    costs = profile(config, {"engine": {"step_s": 0.0, "row_s": 0.1}})
+    apart, one = (simulate(c, costs, Plan(barrier=True)) for c in (config, shared))
+    assert one.policies == apart.policies  # they take turns in an episode, so nothing waits for another's rows
+    assert one.node_idle == pytest.approx(2 * apart.node_idle - 1)
 
 
 def test_twice_the_nodes_halve_the_rollout() -> None:

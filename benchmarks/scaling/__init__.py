@@ -1,0 +1,1 @@
+"""The parts of `bench_scaling`: real runs that check the simulator, sweeps by it, latency, sizes of models."""
