@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup quickstart two-nodes smollm2 test test-vllm gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup quickstart two-nodes smollm2 test test-vllm gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-scaling bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -147,6 +147,9 @@ bench-pool: $(VENV)/.dev  ## 1,000 simulated nodes and 8 policies against one da
 
 bench-regions: $(VENV)/.dev  ## trainer and nodes in two regions, 100 Mbit/s and 150 ms apart: full, deltas, deltas and a relay
 	@$(BIN)/python -m benchmarks.bench_regions $(ARGS)
+
+bench-scaling: $(VENV)/.dev  ## when running apart pays: the simulator against real runs, sweeps, latency, larger models
+	@$(BIN)/python -m benchmarks.bench_scaling $(ARGS)
 
 $(PEERS_TQ)/.ready: $(VENV)/.python benchmarks/peers/README.md
 	@echo "environment $(PEERS_TQ) with TransferQueue (once)"
