@@ -148,6 +148,9 @@ bench-pool: $(VENV)/.dev  ## 1,000 simulated nodes and 8 policies against one da
 bench-regions: $(VENV)/.dev  ## trainer and nodes in two regions, 100 Mbit/s and 150 ms apart: full, deltas, deltas and a relay
 	@$(BIN)/python -m benchmarks.bench_regions $(ARGS)
 
+bench-multi-policy: $(VENV)/.dev $(PEERS)/.ready  ## actor and verifier to the same reward: a synchronous loop, ours; one policy beside TRL
+	@$(BIN)/python -m benchmarks.bench_multi_policy --peers=$(PEERS)/bin/python $(ARGS)
+
 bench-scaling: $(VENV)/.dev  ## when running apart pays: the simulator against real runs, sweeps, latency, larger models
 	@$(BIN)/python -m benchmarks.bench_scaling $(ARGS)
 

@@ -1,0 +1,266 @@
+"""The synchronous, trainer-centred loop: one process commands everything, all policies step together.
+
+    tasks ─► all episodes of the step ─► barrier ─► train each policy in turn ─► barrier ─► new weights ─► tasks ...
+
+As in the multi-agent forks of verl and OpenRLHF. Engine, model code, loss, workflow, tasks, batch and start weights are
+those of our run; the loop asks the engines in its own process, with no gateway, journal or wire in between. Its forms:
+
+| form     | GPUs                                               | beside the loop as published                   |
+|----------|----------------------------------------------------|------------------------------------------------|
+| shared   | all for the rollout, then all for each trainer     |                                                |
+| split    | some for the rollout, the others for the trainers  | as ours                                        |
+| parallel | as split                                           | policies are trained at the same time          |
+| overlap  | as split                                           | and the next step's rollout runs meanwhile     |
+
+    python -m benchmarks.multi_policy.loop --form shared --start DIR --seed 0 [--until 0.8] [--seconds 120] [--real]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from astraflow.config.rooms import build
+from astraflow.config.schema import PolicySection, RunConfig
+from astraflow.dataflow.operators.credit.relative import group_advantages
+from astraflow.engines.local import LocalEngine
+from astraflow.models.chat import ChatTokenizer
+from astraflow.models.load import load_model, state_tensors
+from astraflow.models.scoring.packing import TokenRows
+from astraflow.rollout.context.trie import full_sequence, trajectories
+from astraflow.training.step import Stepper, StepSettings
+from astraflow.types import Call, Outcome, Sampling, Task, Trajectory
+from benchmarks.multi_policy.hardware import GPUS, SCALE
+from benchmarks.multi_policy.modelled import ModelledEngine, ModelledLoss
+from benchmarks.multi_policy.sides import ROLLOUT_GPUS, Curve, run_config
+
+Branches = Mapping[str, list[Trajectory]]
+
+
+@dataclass
+class Said:
+    """What a workflow gets for a reply."""
+
+    content: str
+    message: dict[str, Any]
+
+
+class Asking:
+    """One policy as the workflow of one episode sees it: straight to the engine, calls are kept."""
+
+    base_url = api_key = ""
+
+    def __init__(self, policy: Policy, episode: str) -> None:
+        self._policy, self._episode = policy, episode
+        self.calls: list[Call] = []
+
+    async def chat(self, messages: Sequence[Any], **options: Any) -> Said:
+        """One call."""
+        policy, index = self._policy, len(self.calls)
+        ids = np.asarray(policy.chat.encode(policy.chat.render(messages, None, True)), np.int32)
+        request = f"{self._episode}/{policy.name}/{index}"
+        generation = await asyncio.wrap_future(policy.engine.submit(request, ids, policy.sampling))
+        self.calls.append(Call(policy.name, index, ids, generation))
+        text = policy.chat.decode(generation.token_ids)
+        return Said(text, {"role": "assistant", "content": text})
+
+
+class Policy:
+    """Model, optimizer and engine of one policy."""
+
+    def __init__(self, name: str, section: PolicySection, place: Placement, seed: int) -> None:
+        self.name, self.section, self.version = name, section, 0
+        self.chat = ChatTokenizer(section.model)
+        self.model = load_model(section.model)
+        loss = ModelledLoss(place.trainer_gpus, place.scale)
+        settings = StepSettings(section.optimizer, 1_000_000, section.batch.tokens_per_microbatch)
+        self.stepper = Stepper(self.model, loss, settings)
+        if place.scale:
+            self.engine: Any = ModelledEngine(
+                section.model, gpus=place.engine_gpus, scale=place.scale, max_concurrency=place.rows, seed=seed
+            )
+        else:
+            self.engine = LocalEngine(section.model, max_concurrency=place.rows, seed=seed)
+        self.sampling = Sampling(max_tokens=section.sampling.max_tokens)
+        self.busy_s = 0.0
+
+    def train(self, groups: Sequence[Sequence[Branches]]) -> None:
+        """One step on all episodes of all groups."""
+        begin = time.perf_counter()
+        self.stepper.step(self._rows(groups), self.version)
+        self.version += 1
+        self.busy_s += time.perf_counter() - begin
+
+    def push(self) -> Any:
+        """The weights as they are now, on their way into the engine."""
+        copied = {name: tensor.detach().clone() for name, tensor in state_tensors(self.model).items()}
+        return self.engine.load_weights(self.version, copied)
+
+    def _rows(self, groups: Sequence[Sequence[Branches]]) -> TokenRows:
+        rows: list[tuple[Trajectory, np.ndarray, float]] = []
+        for group in groups:
+            own = [episode[self.name] for episode in group]
+            for branches, advantage in zip(own, self._advantages([b[0].reward for b in own]), strict=True):
+                rows += [(b, full_sequence(branches, b.branch), advantage) for b in branches]
+
+        def flat(name: str, fill: float, dtype: Any) -> np.ndarray:
+            given = [np.full(b.fork_at, fill, dtype) for b, _, _ in rows]
+            pieces = [np.concatenate((g, getattr(b, name))) for g, (b, _, _) in zip(given, rows, strict=True)]
+            return np.concatenate(pieces).astype(dtype)
+
+        lengths = np.array([len(ids) for _, ids, _ in rows])
+        return TokenRows(
+            starts=np.concatenate(([0], lengths.cumsum())).astype(np.int64),
+            token_ids=np.concatenate([ids for _, ids, _ in rows]).astype(np.int32),
+            trained=flat("loss_mask", 0, bool),
+            behavior_logprobs=flat("behavior_logprobs", 0, np.float32),
+            advantages=np.repeat(np.array([a for _, _, a in rows], np.float32), lengths),
+            versions=flat("versions", -1, np.int32),
+            weights=np.ones(len(rows), np.float32),
+        )
+
+    def _advantages(self, rewards: Sequence[float | None]) -> Sequence[float]:
+        if self.section.algorithm.advantage.type == "grpo":
+            return group_advantages(rewards)
+        scale = len(rewards) / (len(rewards) - 1)  # rloo
+        return [scale * a for a in group_advantages(rewards, normalize=False)]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which GPUs do what. `scale` 0: nothing is modelled."""
+
+    engine_gpus: float  # of one policy
+    trainer_gpus: float
+    scale: float
+    rows: int  # requests of a policy at once
+
+    @classmethod
+    def of(cls, form: str, policies: int, scale: float, rows: int) -> Placement:
+        """See the table above."""
+        if form == "shared":
+            return cls(GPUS / policies, GPUS, scale, rows)
+        return cls(ROLLOUT_GPUS / policies, (GPUS - ROLLOUT_GPUS) / policies, scale, rows)
+
+
+class Loop:
+    """All of it."""
+
+    def __init__(self, config: RunConfig, form: str, seed: int, scale: float) -> None:
+        batch, self._size = next(iter(config.policies.values())).batch, config.workflow.group_size
+        self._groups, self._form = batch.groups, form
+        place = Placement.of(form, len(config.policies), scale, self._groups * self._size)
+        self.policies = [Policy(name, section, place, seed) for name, section in config.policies.items()]
+        options = config.workflow.options | {"scale": scale or SCALE}
+        self._workflow = build("workflows", config.workflow.type, options, "workflow")
+        self._tasks = _tasks(config, seed)
+        self._episodes = 0
+        self._pool = ThreadPoolExecutor(len(self.policies))
+
+    async def run(self, curve: Curve) -> None:
+        """Steps until the curve is over."""
+        await self._push()
+        curve.begin()
+        ahead = asyncio.create_task(self._roll_out())
+        rollout_s = train_s = push_s = 0.0
+        while True:
+            begin = time.perf_counter()
+            groups, outcomes = await ahead
+            rolled = time.perf_counter()
+            if self._form == "overlap":
+                ahead = asyncio.create_task(self._roll_out())
+            await self._train(groups)
+            trained = time.perf_counter()
+            await self._push()
+            end = time.perf_counter()
+            rollout_s, train_s, push_s = rollout_s + rolled - begin, train_s + trained - rolled, push_s + end - trained
+            means = {p.name: float(np.mean([o.reward[p.name] for o in outcomes])) for p in self.policies}
+            if curve.step(means):
+                break
+            if self._form != "overlap":
+                ahead = asyncio.create_task(self._roll_out())
+        ahead.cancel()
+        curve.finish(rollout_s=rollout_s, train_s=train_s, push_s=push_s, **self._facts(curve.wall_s))
+        for policy in self.policies:
+            policy.engine.close()
+
+    async def _train(self, groups: Sequence[Sequence[Branches]]) -> None:
+        loop = asyncio.get_running_loop()
+        steps = [lambda p=p: p.train(groups) for p in self.policies]  # type: ignore[misc]
+        if self._form in ("shared", "split"):
+            for step in steps:
+                await loop.run_in_executor(self._pool, step)
+        else:
+            await asyncio.gather(*(loop.run_in_executor(self._pool, step) for step in steps))
+
+    async def _push(self) -> None:
+        await asyncio.gather(*(asyncio.wrap_future(policy.push()) for policy in self.policies))
+
+    async def _roll_out(self) -> tuple[list[list[Branches]], list[Outcome]]:
+        tasks = [next(self._tasks) for _ in range(self._groups)]
+        played = await asyncio.gather(*(self._play(task) for task in tasks for _ in range(self._size)))
+        branches = [branches for branches, _ in played]
+        cut = range(0, len(branches), self._size)
+        return [branches[i : i + self._size] for i in cut], [outcome for _, outcome in played]
+
+    async def _play(self, task: Task) -> tuple[Branches, Outcome]:
+        self._episodes += 1
+        llm = {policy.name: Asking(policy, str(self._episodes)) for policy in self.policies}
+        outcome = await self._workflow(task, llm)
+        return {n: trajectories(a.calls, n, outcome.reward[n]) for n, a in llm.items()}, outcome
+
+    def _facts(self, wall_s: float) -> dict[str, float]:
+        stats = [policy.engine.stats() for policy in self.policies]
+        facts = {
+            "engine_idle": 1 - sum(s["busy_s"] for s in stats) / len(stats) / wall_s,
+            "trainer_idle": 1 - sum(p.busy_s for p in self.policies) / len(self.policies) / wall_s,
+        }
+        if "row_s" in stats[0]:
+            facts["rows_running"] = sum(s["row_s"] for s in stats) / wall_s
+        return facts
+
+
+def _tasks(config: RunConfig, seed: int) -> Iterator[Task]:
+    source = build("sources", config.sources["train"].type, config.sources["train"].options, "sources.train")
+    rng, epoch = random.Random(seed), 0
+    while True:
+        order = list(range(len(source)))
+        rng.shuffle(order)
+        yield from (Task("train", row, epoch, source.row(row)) for row in order)
+        epoch += 1
+
+
+def main() -> None:
+    """Train until the target or the time limit; one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--form", choices=("shared", "split", "parallel", "overlap"), default="shared")
+    parser.add_argument("--start", type=Path, required=True, help="folder with a model directory for each policy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--until", type=float, default=None, help="stop at this reward of every policy")
+    parser.add_argument("--threads", type=int, default=1, help="intra-op threads")
+    parser.add_argument("--real", action="store_true", help="model nothing but the tools")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    scale = 0.0 if args.real else SCALE
+    curve = Curve(args.until, args.seconds)
+    loop = Loop(run_config(args.start, args.seed), args.form, args.seed, scale)
+    torch.set_num_threads(args.threads)  # the engines' setting is that of the whole process
+    asyncio.run(loop.run(curve))
+    sys.stdout.write(json.dumps(curve.facts) + "\n")
+
+
+if __name__ == "__main__":
+    main()

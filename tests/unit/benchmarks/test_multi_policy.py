@@ -1,0 +1,84 @@
+"""bench_multi_policy: the modelled machine, when a side is at the target, what the loop trains on."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.bench_multi_policy import checks
+from benchmarks.multi_policy.hardware import CALL_TOKENS, Decoding, LongTail, Rows
+from benchmarks.multi_policy.sides import last, reached
+
+PLAIN = Decoding(step_s=1.0, row_s=0.5, rows_per_gpu=2, swap_s=10.0, prefill_tokens_per_s=4.0)
+
+
+def test_rows_share_the_gpu():
+    rows = Rows(1.0, PLAIN)
+    rows.add(1, 10, 0.0)  # alone: a step takes 1.5 s
+    assert rows.next_end() == 15.0
+    rows.add(2, 4, 3.0)  # 2 tokens later; together a step takes 2 s
+    assert rows.next_end() == 3.0 + 4 * 2.0
+    assert rows.advance(11.0) == [2]
+    assert rows.next_end() == 11.0 + 4 * 1.5
+    assert rows.advance(100.0) == [1]
+    assert rows.busy_s == 17.0
+    assert rows.row_s == 17.0 + 8.0
+
+
+def test_more_gpus_make_rows_cheaper_not_steps():
+    one, four = Rows(1.0, Decoding(1.0, 0.5)), Rows(4.0, Decoding(1.0, 0.5))
+    for rows in (one, four):
+        for key in range(4):
+            rows.add(key, 10, 0.0)
+    assert one.next_end() == 10 * 3.0
+    assert four.next_end() == 10 * 1.5
+
+
+def test_rows_without_a_place_wait_their_turn():
+    rows = Rows(1.0, PLAIN)
+    for key, tokens in enumerate((4, 2, 1)):
+        rows.add(key, tokens, 0.0)
+    assert (rows.running, rows.waiting) == (2, 1)
+    assert rows.advance(4.0) == [1]  # 2 tokens of 2 s
+    assert (rows.running, rows.waiting) == (2, 0)
+    assert rows.advance(6.0) == [2]
+    assert rows.advance(7.5) == [0]
+
+
+def test_new_weights_stop_all_rows_while_their_contexts_are_read_again():
+    rows = Rows(1.0, PLAIN)
+    rows.add(1, 10, 0.0)
+    until, ended = rows.pause(12.0)  # 8 tokens of context
+    assert (until, ended) == (12.0 + 10.0 + 8 / 4.0, [])
+    assert rows.advance(23.0) == []
+    assert rows.next_end() == pytest.approx(24.0 + 3.0)
+    assert rows.advance(27.0) == [1]
+
+
+def test_the_tail_is_long_and_cut():
+    import random
+
+    rng = random.Random(0)
+    drawn = sorted(CALL_TOKENS.draw(rng) for _ in range(20_000))
+    assert drawn[10_000] == pytest.approx(800, rel=0.03)
+    assert sum(drawn) / 20_000 == pytest.approx(1040, rel=0.03)
+    assert drawn[-1] == 4096
+    assert LongTail(3.0, 0.0, 9.0).draw(rng) == 3.0
+
+
+def test_all_policies_must_be_at_the_target():
+    rewards = [{"actor": 0.1, "verifier": 1.0}, *[{"actor": 0.8, "verifier": 0.9}] * 5]
+    assert reached(rewards, 0.8)
+    assert not reached(rewards, 0.81)
+    assert not reached(rewards[:-1], 0.8)
+    assert last(rewards) == {"actor": 0.8, "verifier": 0.9}
+
+
+def row(side: str, seed: int, t_s: float | None) -> dict[str, object]:
+    return {"times": "modelled", "side": side, "seed": seed, "t_s": t_s}
+
+
+def test_who_does_not_arrive_counts_with_the_limit():
+    rows = [row("loop, shared", 0, 30.0), row("ours", 0, 10.0), row("loop, shared", 1, None), row("ours", 1, 10.0)]
+    first = checks(rows, 120.0)[0]
+    assert first.value == pytest.approx((3.0 * 12.0) ** 0.5)
+    assert first.ok
+    assert checks([*rows, row("loop, shared", 2, 30.0), row("ours", 2, None)], 120.0)[0].value is None
