@@ -5,14 +5,17 @@ policy before the first update on the batch to the one that sampled, without gra
 sequence the product of its tokens'. The denominators of the aggregation stay: what is left out counts as zero.
 
 A correction that weighs (truncate, mask) makes the data those of the policy before the update; the loss then measures
-its own ratio from there, or the same ratio would count twice.
+its own ratio from there, or the same ratio would count twice. Corrections may be those of one engine: then all of this
+holds for what it sampled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 
 from astraflow.algorithms.importance import MAX_LOG_RATIO, log_ratios, sequence_sums
@@ -20,6 +23,7 @@ from astraflow.algorithms.losses.contract import Metrics, PolicyLoss, Prepared, 
 from astraflow.errors import Problem
 
 Level = Literal["token", "sequence"]
+_Part = tuple[list["Correction"], TrainedTokens, torch.Tensor | None]  # the last: places of the tokens; None: all
 
 
 class Correction(Protocol):
@@ -36,16 +40,23 @@ class Corrected:
     """A loss with corrections, itself a loss.
 
     Args: anchored: the loss measures its ratio from the policy before the first update on the batch also without a
-    correction that weighs: what clips is then the distance of the updates, not that to the behaviour.
+    correction that weighs: what clips is then the distance of the updates, not that to the behaviour. by_engine: engine
+    -> corrections of the sequences that it sampled, instead of `corrections`.
     """
 
-    def __init__(self, loss: PolicyLoss, corrections: list[Correction], anchored: bool = False) -> None:
-        self.loss, self.corrections = loss, corrections
+    def __init__(
+        self,
+        loss: PolicyLoss,
+        corrections: list[Correction],
+        anchored: bool = False,
+        by_engine: Mapping[str, list[Correction]] | None = None,
+    ) -> None:
+        self.loss, self.corrections, self.by_engine = loss, corrections, dict(by_engine or {})
         self.aggregation, self.needs_batch = loss.aggregation, loss.needs_batch
-        self._weighs = any(c.weighs for c in corrections)
-        self.anchored = anchored or self._weighs
-        self.needs_proximal = self.anchored or bool(corrections) or loss.needs_proximal
-        self.corrects_off_policy = loss.corrects_off_policy or self._weighs
+        self.anchored, lists = anchored, [corrections, *self.by_engine.values()]
+        self._weighs = any(map(_weighs, lists))
+        self.needs_proximal = anchored or any(lists) or loss.needs_proximal
+        self.corrects_off_policy = loss.corrects_off_policy or all(map(_weighs, lists))
 
     def prepare(self, tokens: TrainedTokens) -> Prepared:
         """See `PolicyLoss`."""
@@ -55,16 +66,40 @@ class Corrected:
         """See `PolicyLoss`."""
         losses, sums = self.loss(self._seen(tokens), prepared)
         weight = torch.ones_like(tokens.behavior_logprobs)
-        for correction in self.corrections:
-            factors, more = correction(tokens)
-            losses = losses * factors
-            if correction.weighs:
-                weight = weight * factors
-            sums = sums | {name: sums[name] + value if name in sums else value for name, value in more.items()}
+        for corrections, part, places in self._parts(tokens):
+            for correction in corrections:
+                own, more = correction(part)
+                factors = own if places is None else torch.ones_like(weight).index_copy(0, places, own)
+                losses = losses * factors
+                if correction.weighs:
+                    weight = weight * factors
+                sums = sums | {name: sums[name] + value if name in sums else value for name, value in more.items()}
         return losses, sums | {"correction/weight": weight.sum()} if self._weighs else sums
 
+    def _parts(self, tokens: TrainedTokens) -> list[_Part]:
+        """Every list of corrections, also with no token: all ranks sum up the same names."""
+        if not self.by_engine:
+            return [(self.corrections, tokens, None)]
+        engines = np.full(len(tokens.lengths), "") if tokens.engines is None else tokens.engines
+        other = ~np.isin(engines, list(self.by_engine))
+        own = [(corrections, engines == engine) for engine, corrections in self.by_engine.items()]
+        return [
+            (corrections, tokens, None) if chosen.all() else (corrections, *tokens.of_sequences(chosen))
+            for corrections, chosen in [(self.corrections, other), *own]
+        ]
+
     def _seen(self, tokens: TrainedTokens) -> TrainedTokens:
-        return replace(tokens, behavior_logprobs=tokens.proximal) if self.anchored else tokens
+        if self.anchored:
+            return replace(tokens, behavior_logprobs=tokens.proximal)
+        seen = tokens.behavior_logprobs
+        for corrections, part, places in self._parts(tokens) if self._weighs else []:
+            if _weighs(corrections):
+                seen = part.proximal if places is None else seen.index_copy(0, places, part.proximal)
+        return replace(tokens, behavior_logprobs=seen)
+
+
+def _weighs(corrections: list[Correction]) -> bool:
+    return any(correction.weighs for correction in corrections)
 
 
 class Truncate:

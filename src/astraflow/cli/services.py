@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from astraflow.cli.run import AcceptDamage, Recipe, open_run
+
+if TYPE_CHECKING:
+    from astraflow.config.schema import EngineSection
 
 Parent = Annotated[int, typer.Option("--parent", hidden=True, help="Die with this process.")]
 Url = Annotated[str, typer.Option("--dataflow", help="URL that the dataflow service printed.")]
@@ -70,7 +74,7 @@ def joining(url: str) -> str:
 
 def trainer(
     dataflow: Url,
-    policy: Annotated[str, typer.Option(help="The policy to train.")],
+    policy: Annotated[str, typer.Option(help="The policy to train; several with commas between them, in turn.")],
     run_dir: Annotated[Path, typer.Option(help="Where weights and checkpoints of the run lie, for all ranks.")],
     threads: Threads = 0,
     ranks: Annotated[int, typer.Option(help="Processes that share the model; 0: as the run file says.")] = 0,
@@ -79,22 +83,34 @@ def trainer(
     token_file: TokenFile = None,
     parent: Parent = 0,
 ) -> None:
-    """Start the trainer of one policy; it goes on from its newest checkpoint. Also a command for torchrun."""
+    """Start the trainer of a policy; it goes on from its newest checkpoint. Also a command for torchrun."""
     tie(parent)
     from astraflow.observe.logs import setup_logging
 
     token, place = read_token(token_file), _place(rank, ranks, rendezvous)
     number = 0 if place is None else place[0]
-    process = f"trainer-{policy}" + (f".{number}" if number else "")
+    process = f"trainer-{policy.replace(',', '+')}" + (f".{number}" if number else "")
     setup_logging(process, run_dir, secrets=(token,))
-    if place is None and (wanted := ranks or _ranks_of_run(dataflow, policy, token)) > 1:
-        _start_ranks(dataflow, policy, run_dir, threads, wanted, token)
+    if place is None and "," not in policy and (wanted := ranks or _ranks_of_run(dataflow, policy, token)) > 1:
+        words = [
+            "trainer",
+            f"--dataflow={dataflow}",
+            f"--policy={policy}",
+            f"--run-dir={run_dir}",
+            f"--threads={threads}",
+        ]
+        start_ranks(f"trainer of {policy}", wanted, words, token)
         return
-    from astraflow.training.parallel.ranks import RankPlace
-    from astraflow.training.trainer import run_trainer
+    with ExitStack() as stack:
+        if parent and rank >= 0:  # `run_ranks` started it
+            from astraflow.training.parallel.launch import signs_of_life
 
-    found = None if place is None or place[1] == 1 else RankPlace(*place)
-    run_trainer(dataflow, policy, run_dir.resolve(), threads=threads, token=token, place=found)
+            stack.enter_context(signs_of_life(rank, rendezvous))
+        from astraflow.training.parallel.ranks import RankPlace
+        from astraflow.training.trainer import run_trainer
+
+        found = None if place is None or place[1] == 1 else RankPlace(*place)
+        run_trainer(dataflow, policy, run_dir.resolve(), threads=threads, token=token, place=found)
 
 
 def _place(rank: int, ranks: int, rendezvous: str) -> tuple[int, int, str, int] | None:
@@ -120,14 +136,14 @@ def _ranks_of_run(dataflow: str, policy: str, token: str | None) -> int:
         return session.config.policies[policy].trainer.ranks
 
 
-def _start_ranks(dataflow: str, policy: str, run_dir: Path, threads: int, ranks: int, token: str | None) -> None:
+def start_ranks(what: str, num_ranks: int, words: Sequence[str], token: str | None) -> None:
+    """`astraflow <words>` as that many processes; see `run_ranks`."""
     from astraflow.config.env import child_environment
     from astraflow.observe.process import stop_signals
     from astraflow.training.parallel.launch import run_ranks
 
-    words = ["--dataflow", dataflow, "--policy", policy, "--run-dir", str(run_dir), "--threads", str(threads)]
     with stop_signals() as stop:
-        run_ranks(policy, ranks, words, child_environment(token), stop)
+        run_ranks(what, num_ranks, words, child_environment(token), stop)
 
 
 def node(
@@ -141,6 +157,9 @@ def node(
     watch: Watch = False,
     worker_memory_bytes: WorkerMemory = 8 << 30,
     threads: Threads = 0,
+    engine: Annotated[
+        list[str] | None, typer.Option(help="What serves a policy here: POLICY.type=vllm, POLICY.dtype=bfloat16, ...")
+    ] = None,
     delay_s: Annotated[float, typer.Option(help="Added to every call: a slow node.")] = 0.0,
     swarm: Annotated[
         str, typer.Option(help="HOST:PORT of a door for clients that play elsewhere; port 0: any free one.")
@@ -169,9 +188,30 @@ def node(
         dataflow_url=dataflow, token=token, name=name or socket.gethostname(), concurrency=concurrency,
         min_concurrency=min_concurrency, workers=workers, threads=max(1, threads), delay_s=delay_s, watch=watch,
         limits=PoolLimits(memory_bytes=worker_memory_bytes), door=_door(swarm, token) if swarm else None,
-        on_door=on_door,
+        on_door=on_door, engines=_engines(engine or []),
     )  # fmt: skip
     run_node(options)
+
+
+def _engines(words: list[str]) -> dict[str, EngineSection]:
+    """Raises: ConfigError: they are not `POLICY.setting=value`."""
+    from pydantic import ValidationError
+
+    from astraflow.config.load import read_overrides
+    from astraflow.config.schema import EngineSection
+    from astraflow.config.sections.base import component_of
+    from astraflow.errors import ConfigError
+
+    raw, problems = read_overrides([f"--{word}" for word in words])
+    engines = {}
+    for name, value in raw.items():
+        try:
+            engines[name] = EngineSection.model_validate(component_of(value))
+        except ValidationError as error:
+            problems.append(f"{name}={value!r} is no engine ({error.errors()[0]['msg']}); write {name}.type=local")
+    if problems:
+        raise ConfigError("--engine", problems)
+    return engines
 
 
 def _door(address: str, token: str | None) -> socket.socket:

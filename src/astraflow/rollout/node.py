@@ -35,8 +35,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from astraflow.config.checks.engines import engine_name
 from astraflow.config.env import cache_dir
-from astraflow.config.schema import RunConfig, SwarmSection
+from astraflow.config.schema import EngineSection, RunConfig, SwarmSection
 from astraflow.contracts import Engine
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import WireError
@@ -48,7 +49,7 @@ from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.loop import Guarded, first_of, in_thread, run_loop
 from astraflow.rollout.pacing.concurrency import Concurrency, adapt
-from astraflow.rollout.policies import PolicyOptions, Weights, directory_of, start_policy
+from astraflow.rollout.policies import PolicyOptions, Weights, directory_of, served_here, start_policy
 from astraflow.rollout.pool import PoolLimits, WorkerPool
 from astraflow.rollout.runner import Runner, RunnerOptions
 from astraflow.rollout.served import ServedCheck
@@ -90,6 +91,7 @@ class NodeOptions:
     cache: Path = field(default_factory=cache_dir)
     limits: PoolLimits = field(default_factory=PoolLimits)
     watch: bool = False  # edits of the workflow's files are taken up
+    engines: Mapping[str, EngineSection] = field(default_factory=dict)  # policy -> what serves it here
     door: socket.socket | None = None  # bound; clients of the swarm come here, see `rollout.swarm`
     on_door: Callable[[str], None] = _say_door  # told the door's URL once it answers
 
@@ -131,7 +133,8 @@ class _Node:
         self._weights: dict[str, Weights] = {}
         self._followers: dict[str, list[Weights]] = {}  # policy -> what its versions go into: its own and copies
         self._reach = Reach(min(FIRST_ANSWER_S, options.give_up_s))
-        self._committer = Committer(self._client.commit, self._reach)
+        self._engines: dict[str, str] = {}  # policy -> "<engine>@<node>"
+        self._committer = Committer(lambda episodes: self._client.commit(episodes, self._engines), self._reach)
         self._leaving = asyncio.Event()
         self._closing = contextlib.AsyncExitStack()
         self._join: Join | None = None
@@ -155,7 +158,8 @@ class _Node:
         if reply.finished:
             log.info("the run is over already")
             return
-        config = RunConfig.model_validate(reply.config)
+        config = served_here(RunConfig.model_validate(reply.config), self._options.name, self._options.engines)
+        self._engines = {name: f"{engine_name(p.engine)}@{self._options.name}" for name, p in config.policies.items()}
         for name, section in config.policies.items():
             looks = config.weights.check and not section.frozen
             check = ServedCheck(name, partial(self._model_directory, config, name)) if looks else None

@@ -6,15 +6,25 @@ import asyncio
 import logging
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from astraflow.config.rooms import build
-from astraflow.config.schema import PolicySection
+from astraflow.config.checks.engines import served_problems
+from astraflow.config.rooms import build, check_options, resolve
+from astraflow.config.schema import EngineSection, PolicySection, RunConfig
 from astraflow.contracts import Engine
-from astraflow.errors import EngineError, ModelError, Problem, ProtocolMismatch, Unauthorized, WeightError, WireError
+from astraflow.errors import (
+    ConfigError,
+    EngineError,
+    ModelError,
+    Problem,
+    ProtocolMismatch,
+    Unauthorized,
+    WeightError,
+    WireError,
+)
 from astraflow.models.chat import ChatTokenizer
 from astraflow.models.lora.adapter import read_adapter
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
@@ -113,6 +123,33 @@ class Weights:
             self._on_version()
             if self.check is not None:
                 await self.check.look(engine, fetched)
+
+
+def served_here(config: RunConfig, node: str, given: Mapping[str, EngineSection]) -> RunConfig:
+    """The run with the engines of one node: `given` to it, else those of the run file's node of its name.
+
+    Raises: ConfigError: one that is not in the run file cannot serve its policy.
+    """
+    problems = []
+    for name, engine in given.items():
+        where = f"--engine {name}"
+        if name not in config.policies:
+            problems.append(f"{where} names no policy of this run; known: {', '.join(config.policies)}")
+            continue
+        try:
+            target = resolve("engines", engine.type, where)
+            problems += check_options(target, engine.options, where, {"model_dir"})
+        except Problem as error:
+            problems.append(str(error))
+        problems += served_problems(where, name, config.policies[name], engine)
+    if problems:
+        raise ConfigError(f"node {node}", problems)
+    engines = config.engines_of(node) | dict(given)
+    policies = {
+        name: section.model_copy(update={"engine": engines[name]}) if name in engines else section
+        for name, section in config.policies.items()
+    }
+    return config.model_copy(update={"policies": policies})
 
 
 async def start_policy(name: str, section: PolicySection, options: PolicyOptions, weights: Weights) -> PolicyEndpoint:

@@ -38,10 +38,11 @@ class Auditor:
     def audit(self, score: Scoring, rows: TokenRows, step: int, tokens_per_microbatch: int) -> dict[str, float]:
         """Percentiles of abs(behavior - trainer logprob) over the sampled tokens of a few rows; {} when there are none.
 
-        `logprob_gap/unknown_tokens` counts tokens of versions that are no longer held; they are left out.
+        `logprob_gap/unknown_tokens` counts tokens of versions that are no longer held; they are left out. The same
+        percentiles by the engine that sampled are `logprob_gap/<engine>/...`.
         """
         chosen = self._choose(rows, step)
-        gaps, unknown = [], 0
+        gaps, engines, unknown = [], [], 0
         for version in np.unique(np.concatenate([_versions(rows, row) for row in chosen])) if len(chosen) else []:
             members = np.array([row for row in chosen if version in _versions(rows, row)])
             tensors = self.versions.get(int(version))
@@ -52,21 +53,22 @@ class Auditor:
                     continue
                 logprobs = score(pack, self._temperature, tensors).logprobs
                 gaps.append(np.abs(logprobs.cpu().numpy()[mine] - pack.behavior_logprobs[mine]))
+                if pack.engines is not None:
+                    engines.append(pack.engines[pack.target_sequence[mine]])
         metrics = {"logprob_gap/unknown_tokens": float(unknown)} if len(chosen) else {}
         if gaps:
             gap = np.concatenate(gaps).astype(np.float64)
-            p50, p99 = np.percentile(gap, [50, 99])
-            metrics |= {
-                "logprob_gap/p50": float(p50),
-                "logprob_gap/p99": float(p99),
-                "logprob_gap/max": float(gap.max()),
-                "logprob_gap/tokens": float(len(gap)),
-                "logprob_gap/alarm": float(not p99 <= self._max_gap),  # NaN alarms too
-            }
+            metrics |= _percentiles("logprob_gap", gap)
+            of_token = np.concatenate(engines) if engines else np.empty(0, np.str_)
+            for engine in filter(None, np.unique(of_token).tolist()):
+                metrics |= _percentiles(f"logprob_gap/{engine}", gap[of_token == engine])
+            worst = [value for name, value in metrics.items() if name.endswith("/p99")]
+            metrics["logprob_gap/alarm"] = float(not all(value <= self._max_gap for value in worst))  # NaN alarms too
         return metrics
 
     def _choose(self, rows: TokenRows, step: int) -> np.ndarray:
-        """Row numbers, drawn by (seed, step); rows sampled under several versions are preferred for half of them."""
+        """Row numbers, drawn by (seed, step), one of each engine at least; rows sampled under several versions are
+        preferred for half of them."""
         trained = np.flatnonzero(rows.trained)
         row_of = np.searchsorted(rows.starts, trained, side="right") - 1
         candidates, first = np.unique(row_of, return_index=True)
@@ -78,8 +80,17 @@ class Auditor:
         draw = np.random.default_rng((self._seed, step))
         shuffled = draw.permutation(np.flatnonzero(candidates_weight))
         preferred = shuffled[mixed[shuffled]][: self._num_rows // 2]
-        rest = shuffled[~np.isin(shuffled, preferred)]
-        return np.sort(candidates[np.concatenate([preferred, rest])[: self._num_rows]])
+        order = np.concatenate([preferred, shuffled[~np.isin(shuffled, preferred)]])
+        if rows.engines is not None:  # one of each engine first, in turn where there are more of them than rows
+            _, one = np.unique(rows.engines[candidates[order]], return_index=True)
+            order = np.concatenate([order[np.roll(one, -step)], np.delete(order, one)])
+        return np.sort(candidates[order[: self._num_rows]])
+
+
+def _percentiles(name: str, gap: np.ndarray) -> dict[str, float]:
+    p50, p99 = np.percentile(gap, [50, 99])
+    said = {"p50": p50, "p99": p99, "max": gap.max(), "tokens": len(gap)}
+    return {f"{name}/{key}": float(value) for key, value in said.items()}
 
 
 def _versions(rows: TokenRows, row: int) -> np.ndarray:

@@ -324,12 +324,14 @@ def _newest(root: Path, ranks: Ranks) -> Path | None:
 def _loss(policy: str, section: PolicySection) -> PolicyLoss:
     where, algorithm = f"policies.{policy}.algorithm", section.algorithm
     loss: PolicyLoss = _made("losses", algorithm.loss, f"{where}.loss")
-    if not algorithm.corrections and algorithm.anchor == "behavior":
+    lists = {
+        setting: [_made("corrections", spec, f"{where}.{setting}.{i}") for i, spec in enumerate(specs)]
+        for setting, specs in algorithm.all_corrections.items()
+    }
+    if not any(lists.values()) and algorithm.anchor == "behavior":
         return loss
-    corrections = [
-        _made("corrections", spec, f"{where}.corrections.{i}") for i, spec in enumerate(algorithm.corrections)
-    ]
-    return Corrected(loss, corrections, algorithm.anchor == "proximal")
+    by_engine = {engine: lists[f"engine_corrections.{engine}"] for engine in algorithm.engine_corrections}
+    return Corrected(loss, lists["corrections"], algorithm.anchor == "proximal", by_engine)
 
 
 def _made(room: str, spec: Component, where: str) -> Any:

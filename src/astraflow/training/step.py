@@ -328,4 +328,6 @@ def trained_tokens(
         column([np.bincount(p.target_sequence) for p in packs]),
         column([(version - p.versions).astype(np.float32) for p in packs]),
     )
+    if (found := [p.engines for p in packs if p.engines is not None]) and len(found) == len(packs):
+        tokens = replace(tokens, engines=np.concatenate(found))
     return tokens if proximal is None else replace(tokens, proximal_logprobs=column(proximal))

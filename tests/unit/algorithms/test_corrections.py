@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import exp, prod
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,6 +88,66 @@ def test_with_weights_a_ratio_does_not_count_twice(tokens):
 def test_who_corrects_off_policy_data():
     assert Corrected(PpoClip(), [Truncate()]).corrects_off_policy and Corrected(PpoClip(), [Mask()]).corrects_off_policy
     assert not Corrected(PpoClip(), [Reject()]).corrects_off_policy
+
+
+ENGINES = ["half", "full", "half", "other"]
+OF_HALF = [engine == "half" for engine, sequence in zip(ENGINES, RATIOS, strict=True) for _ in sequence]
+
+
+def by_engine(tokens, engines=ENGINES):
+    return replace(tokens, engines=np.array(engines))
+
+
+@pytest.mark.parametrize("default", [[], [Mask(0.45, 3.5)]])
+@pytest.mark.parametrize(
+    ("own", "factors"),
+    [
+        (Truncate(2.0), [min(r, 2.0) for r in FLAT]),
+        (Truncate(2.0, "sequence"), _expanded([min(prod(s), 2.0) for s in RATIOS])),
+        (Reject(0.5, 2.0, 0.0), _expanded([float(0.5 <= prod(s) ** (1 / len(s)) <= 2) for s in RATIOS])),
+    ],
+)
+def test_what_an_engine_sampled_gets_its_own_corrections(tokens, default, own, factors):
+    others = default[0](tokens)[0].tolist() if default else [1.0] * len(FLAT)
+    expected = torch.tensor([f if half else o for f, o, half in zip(factors, others, OF_HALF, strict=True)])
+    corrected = Corrected(Reinforce(), default, by_engine={"half": [own]})
+    losses, sums = corrected(by_engine(tokens))
+    assert torch.allclose(losses, Reinforce()(tokens)[0] * expected)
+    (counted,) = {"correction/truncated", "correction/rejected"} & set(sums)
+    whole, alone = own(tokens)[1][counted], own(by_engine(tokens).of_sequences(np.array(ENGINES) == "half")[0])[1]
+    assert sums[counted] == alone[counted] < whole
+    weighs = expected if own.weighs and default else torch.where(torch.tensor(OF_HALF), expected, 1.0)
+    if default and not own.weighs:
+        weighs = torch.where(torch.tensor(OF_HALF), 1.0, expected)
+    if own.weighs or default:
+        assert sums["correction/weight"].item() == pytest.approx(weighs.sum().item())
+
+
+def test_only_what_is_weighed_has_its_ratio_measured_from_the_update(tokens):
+    """The gradient of the clipped loss: weight 1 inside for the engine that is corrected, the ratio for the others."""
+    leaf = tokens.policy_logprobs.clone().requires_grad_()
+    given = by_engine(replace(tokens, policy_logprobs=leaf))
+    losses, _ = Corrected(PpoClip(clip_low=0.99, clip_high=99.0), [], by_engine={"half": [Truncate(2.0)]})(given)
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    ratio = torch.tensor(FLAT, dtype=torch.float64)
+    expected = torch.where(torch.tensor(OF_HALF), ratio.clamp(max=2.0), ratio)
+    assert torch.allclose(gradient, -expected * tokens.advantages)
+
+
+@pytest.mark.parametrize("engines", [None, ["full"] * 4, ["half"] * 4])
+def test_batches_of_one_engine_and_of_unknown_ones(tokens, engines):
+    corrected = Corrected(Reinforce(), [], by_engine={"half": [Truncate(2.0)], "quarter": [Reject()]})
+    losses, sums = corrected(tokens if engines is None else by_engine(tokens, engines))
+    factors = Truncate(2.0)(tokens)[0] if engines == ["half"] * 4 else 1.0
+    assert torch.allclose(losses, Reinforce()(tokens)[0] * factors)
+    assert {"correction/truncated", "correction/rejected", "correction/weight"} <= set(sums)  # on every rank
+
+
+def test_old_data_must_be_corrected_whoever_sampled_it():
+    assert not Corrected(PpoClip(), [], by_engine={"half": [Truncate()]}).corrects_off_policy
+    assert not Corrected(PpoClip(), [Mask()], by_engine={"half": []}).corrects_off_policy
+    assert Corrected(PpoClip(), [Mask()], by_engine={"half": [Truncate()]}).corrects_off_policy
+    assert Corrected(PpoClip(), [], by_engine={"half": [Reject()]}).needs_proximal
 
 
 def test_effective_shares_of_tokens_and_sequences(tokens):

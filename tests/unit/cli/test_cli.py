@@ -13,7 +13,7 @@ from astraflow.cli.app import main
 from astraflow.cli.look import lines_of
 from astraflow.cli.play import choose_policy, open_model
 from astraflow.cli.run import join_pairs, open_run
-from astraflow.cli.services import joining, read_token
+from astraflow.cli.services import _engines, joining, read_token
 from astraflow.config.env import token_from_env
 from astraflow.config.load import resolved_json
 from astraflow.config.recipes import recipe_names
@@ -251,6 +251,16 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypa
         read_token(path)
     with pytest.raises(LaunchError, match="cannot be read"):
         read_token(tmp_path / "none")
+
+
+def test_engines_of_a_node_by_hand() -> None:
+    found = _engines(["actor.type=vllm", "actor.args.seed=3", "judge=scripted"])
+    assert {name: engine.model_dump() for name, engine in found.items()} == {
+        "actor": {"type": "vllm", "args": {"seed": 3}}, "judge": {"type": "scripted"},
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as wrong:
+        _engines(["actor", "judge=3"])
+    assert "--actor" in str(wrong.value) and "judge=3 is no engine" in str(wrong.value)
 
 
 @pytest.mark.parametrize("verb", ["node", "trainer"])

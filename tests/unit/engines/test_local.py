@@ -46,6 +46,28 @@ def test_requests_without_a_seed_differ_and_an_engine_of_equal_seed_repeats_them
     assert len({tuple(ids) for ids in runs[0]}) == 4
 
 
+@pytest.mark.parametrize("speed", [1.0, 0.3])
+def test_a_slow_engine_rests_for_its_share_of_the_time(
+    endless_dir: Path, monkeypatch: pytest.MonkeyPatch, speed: float
+) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr(Inbox, "rest", lambda inbox, seconds: rests.append(seconds))
+    engine = LocalEngine(endless_dir, speed=speed)
+    engine.submit("a", [1, 2, 3], Sampling(max_tokens=9)).result(60)
+    engine.close()
+    assert sum(rests) == pytest.approx((1 - speed) * engine.stats()["busy_s"])
+    assert len(rests) >= 9 if speed < 1 else not rests
+
+
+def test_an_engine_that_rests_ends_at_once(endless_dir: Path) -> None:
+    engine = LocalEngine(endless_dir, speed=1e-6)  # a step of a millisecond is followed by a rest of minutes
+    future = engine.submit("a", [1, 2, 3], Sampling(max_tokens=9))
+    engine.close()
+    assert not engine._core._thread.is_alive()
+    with pytest.raises(EngineError, match="closed"):
+        future.result(0)
+
+
 def test_weights_that_do_not_fit_are_refused_and_the_rows_go_on(engine: LocalEngine, endless_dir: Path) -> None:
     tensors = state_tensors(load_model(endless_dir))
     engine.load_weights(4, tensors).result(60)
@@ -179,6 +201,8 @@ def test_max_context_can_be_lowered_not_raised(endless_dir: Path) -> None:
         {"max_context": 1},
         {"threads": 0},
         {"delay_s": -1.0},
+        {"speed": 0.0},
+        {"speed": 1.1},
         {"prefix_cache_mb": -1},
         {"kv_cache_mb": 0},
         {"prefill_chunk": 0},

@@ -118,6 +118,7 @@ async def test_two_turns_are_committed_token_by_token(service, tmp_path):
         await running.resume()
         header, table = await running.train()
         assert header.num_episodes == table.num_rows == 4
+        assert set(table.column("engine").to_pylist()) == {"scripted-float32@n"}
         for row in table.to_pylist():
             sequence = text(row["token_ids"])
             problem = sequence[5:8]

@@ -6,10 +6,10 @@ from contextlib import closing
 
 import pytest
 
-from astraflow.config.schema import PolicySection
+from astraflow.config.schema import EngineSection, PolicySection
 from astraflow.engines.scripted import ScriptedEngine
-from astraflow.errors import ModelError
-from astraflow.rollout.policies import PolicyOptions, Weights, start_policy
+from astraflow.errors import ConfigError, ModelError
+from astraflow.rollout.policies import PolicyOptions, Weights, served_here, start_policy
 from astraflow.testing.engines.effective import run_config, write_model
 from astraflow.training.learner import Learner
 from astraflow.weights.client import WeightClient
@@ -41,3 +41,22 @@ async def test_a_node_without_the_base_of_an_adapter_says_so(tmp_path):
         section = learner.section.model_copy(update={"model": str(tmp_path / "elsewhere")})
         with pytest.raises(ModelError, match=r"policies\.actor\.model=.*elsewhere is the base of the published"):
             await start_policy("actor", section, PolicyOptions(tmp_path, 0, "n", 4, 1), weights)
+
+
+def types_of(config, node, **given):
+    engines = {name: EngineSection.model_validate(engine) for name, engine in given.items()}
+    return {name: policy.engine.model_dump() for name, policy in served_here(config, node, engines).policies.items()}
+
+
+def test_a_node_serves_by_the_engines_of_its_name_or_those_that_it_is_given(tmp_path):
+    nodes = [{"name": "a"}, {"name": "b", "engines": {"actor": {"dtype": "bfloat16"}}}]
+    config = run_config(tmp_path, {}).model_dump() | {"rollout": {"nodes": nodes}}
+    config = type(run_config(tmp_path, {})).model_validate(config)
+    assert types_of(config, "a") == types_of(config, "by-hand") == {"actor": {"type": "local"}}
+    assert types_of(config, "b") == {"actor": {"type": "local", "dtype": "bfloat16"}}
+    assert types_of(config, "b", actor={"max_context": 64}) == {"actor": {"type": "local", "max_context": 64}}
+    with pytest.raises(ConfigError) as wrong:
+        types_of(config, "a", actor={"dtype": "int8", "threds": 2}, judge={})
+    said = str(wrong.value)
+    assert "--engine actor.dtype='int8' is not one of" in said and "did you mean 'threads'?" in said
+    assert "--engine judge names no policy of this run; known: actor" in said

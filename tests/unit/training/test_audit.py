@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,8 +77,6 @@ def test_tokens_of_mixed_versions_agree_with_the_weights_that_sampled_them(versi
 
 @pytest.mark.parametrize("fault", ["temperature", "version", "nan"])
 def test_a_wrong_engine_raises_the_alarm(versions, sampled, fault):
-    from dataclasses import replace
-
     changes, rows = {}, sampled
     if fault == "temperature":
         changes = {"temperature": 1.0}
@@ -104,3 +103,25 @@ def test_the_choice_is_a_function_of_the_step_and_prefers_rows_of_mixed_versions
 def test_no_rows_no_metrics_and_nothing_is_kept(versions, sampled):
     auditor = _auditor(versions, num_rows=0)
     assert auditor.audit(_scoring(versions[6]), sampled, 7, 10_000) == {} and not auditor.versions
+
+
+def test_the_gap_of_each_engine_by_itself_and_the_worst_one_alarms(versions, sampled):
+    noise = np.zeros_like(sampled.behavior_logprobs)
+    noise[sampled.starts[1] : sampled.starts[2]] = 0.01
+    noisy = sampled.behavior_logprobs - noise
+    rows = replace(sampled, behavior_logprobs=noisy, engines=np.array(["full", "half", "full", ""]))
+    metrics = _auditor(versions, num_rows=4).audit(_scoring(versions[6]), rows, 7, 10_000)
+    assert metrics["logprob_gap/full/max"] < 1e-4 and metrics["logprob_gap/alarm"] == 1
+    assert metrics["logprob_gap/half/p50"] == pytest.approx(0.01, abs=1e-4)
+    counts = [int(rows.trained[rows.starts[i] : rows.starts[i + 1]].sum()) for i in range(4)]
+    assert metrics["logprob_gap/half/tokens"] == counts[1]
+    assert metrics["logprob_gap/full/tokens"] == counts[0] + counts[2]
+    assert metrics["logprob_gap/tokens"] == sum(counts) and not [name for name in metrics if "//" in name]
+
+
+def test_an_engine_of_few_rows_is_looked_at_too(versions, sampled):
+    rows = replace(sampled, engines=np.array(["a", "a", "a", "b"]))
+    assert all(3 in _auditor(versions, num_rows=2)._choose(rows, step) for step in range(20))
+    each = replace(sampled, engines=np.array(["a", "b", "c", "d"]))
+    in_turn = [_auditor(versions, num_rows=1)._choose(each, step).tolist() for step in range(4)]
+    assert sorted(in_turn) == [[0], [1], [2], [3]]

@@ -33,7 +33,25 @@ def test_staleness_is_that_of_the_oldest_token_of_each_trajectory(make_table, bu
     assert metrics["tokens"] == 5 and metrics["sequences"] == 2 and metrics["input_tokens"] == 5
 
 
+@pytest.mark.parametrize("budget", [1, 1000])
+def test_shares_of_trained_tokens_by_engine(make_table, budget):
+    rows = [([1, 5, 6, 7], [0, 1, 1, 1]), ([1, 8, 9], [0, 1, 1]), ([1, 8], [0, 1]), ([1, 8, 7, 6, 5], [0, 1, 1, 1, 1])]
+    engines = ["local-float32@a", "vllm-bfloat16@b", "local-float32@c", ""]
+    metrics = batch_metrics(pack_rows(rows_from_table(make_table(rows, engine=engines)), budget), 7)
+    shares = {name: value for name, value in metrics.items() if name.startswith("engine_share")}
+    assert shares == {"engine_share/local-float32": 0.4, "engine_share/vllm-bfloat16": 0.2}
+    bare = rows_from_table(make_table(rows).drop_columns(["engine"]))
+    assert bare.engines is None and rows_from_table(make_table(rows)).engines is None
+
+
 def test_a_batch_with_nothing_to_train_has_sizes_of_0():
     metrics = batch_metrics([], 3)
     assert metrics["tokens"] == metrics["sequences"] == metrics["staleness/max"] == 0
     assert np.isfinite(list(metrics.values())).all()
+
+
+def test_advantages_whose_squares_float32_does_not_hold(make_table):
+    rows = [([1, 5], [0, 1]), ([1, 8], [0, 1])]
+    table = make_table(rows, advantages=[np.array([0, value], np.float32) for value in (2e30, -2e30)])
+    metrics = batch_metrics(pack_rows(rows_from_table(table), 1000), 0)
+    assert metrics["advantage/std"] == pytest.approx(2e30)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from astraflow.algorithms.aggregate import Aggregation
@@ -31,6 +32,7 @@ class TrainedTokens:
     lengths: torch.Tensor  # [S] trained tokens of each sequence, as floats, each >= 1
     staleness: torch.Tensor  # [N] the trainer's version minus that of the token, as floats
     proximal_logprobs: torch.Tensor | None = None  # [N] before the first update on this batch; None: this is it
+    engines: np.ndarray | None = None  # [S] str, what sampled each sequence; None: not known
 
     @classmethod
     def of(
@@ -47,6 +49,23 @@ class TrainedTokens:
             lengths=lengths.to(policy_logprobs.dtype),
             staleness=torch.zeros_like(behavior_logprobs) if staleness is None else staleness,
         )
+
+    def of_sequences(self, chosen: np.ndarray) -> tuple[TrainedTokens, torch.Tensor]:
+        """These sequences ([S] bool) alone, and the places [n] of their tokens among all."""
+        of_them = torch.from_numpy(chosen).to(self.sequences.device)
+        places = of_them[self.sequences].nonzero()[:, 0]
+        numbers = of_them.cumsum(0) - 1
+        parts = TrainedTokens(
+            self.policy_logprobs[places],
+            self.behavior_logprobs[places],
+            self.advantages[places],
+            sequences=numbers[self.sequences[places]],
+            lengths=self.lengths[of_them],
+            staleness=self.staleness[places],
+            proximal_logprobs=None if self.proximal_logprobs is None else self.proximal_logprobs[places],
+            engines=None if self.engines is None else self.engines[chosen],
+        )
+        return parts, places
 
     @property
     def proximal(self) -> torch.Tensor:

@@ -50,6 +50,7 @@ class Ways:
     delay_s: float
     gather_s: float
     keep_caches: bool
+    speed: float = 1.0  # share of its time that the thread computes; the rest of it it rests, and counts as busy
 
 
 class Core:
@@ -137,7 +138,10 @@ class Core:
                 while (work := inbox.take(self.room.max_rows - len(decoder), len(decoder) > 0)) is not None:
                     began = time.perf_counter()
                     self._turn(work)
-                    self._busy_s += time.perf_counter() - began
+                    busy_s = (time.perf_counter() - began) / self._ways.speed
+                    self._busy_s += busy_s
+                    if self._ways.speed < 1.0:
+                        inbox.rest(busy_s * (1.0 - self._ways.speed))
         except AstraFlowError as error:
             log.error("the engine stops: %s", error)
             inbox.fail(EngineError("engine", "stopped", f"by an error ({error})", "correct it and start again"))

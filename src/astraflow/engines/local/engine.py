@@ -94,7 +94,8 @@ class LocalEngine(PolicyEngine):
     running rows, more requests wait; prefill_chunk: tokens of prompts read between two decode steps of running rows;
     kv_after_swap: what becomes of the keys and values of running rows when the weights change, see `load_weights`;
     gather_ms: while requests come in one after the other (less than a millisecond apart), the next decode step waits
-    for them at most this long; device: auto is a GPU where there is one.
+    for them at most this long; device: auto is a GPU where there is one; speed: share of its time that it computes,
+    0.3 is an engine of a third of the speed.
     Raises: ModelError: the directory holds no model that this engine can run. EngineError: a setting out of its range.
     """
 
@@ -114,6 +115,7 @@ class LocalEngine(PolicyEngine):
         prefill_chunk: int = 512,
         gather_ms: float = 20.0,
         kv_after_swap: Literal["recompute", "keep"] = "recompute",
+        speed: float = 1.0,
     ) -> None:
         require("engine.max_concurrency", max_concurrency, max_concurrency >= 1, "must be >= 1", "use 64")
         require("engine.max_context", max_context, max_context == 0 or max_context >= 2, "must be >= 2", "use 0")
@@ -123,12 +125,13 @@ class LocalEngine(PolicyEngine):
         require("engine.kv_cache_mb", kv_cache_mb, kv_cache_mb >= 1, "must be >= 1", "use 4096")
         require("engine.prefill_chunk", prefill_chunk, prefill_chunk >= 1, "must be >= 1", "use 512")
         require("engine.gather_ms", gather_ms, 0 <= gather_ms < math.inf, "must be >= 0", "use 0 for none")
+        require("engine.speed", speed, 0 < speed <= 1, "must be above 0, and at most 1", "use 1")
         known = kv_after_swap in ("recompute", "keep")
         require("engine.kv_after_swap", kv_after_swap, known, "must be recompute or keep", "use recompute")
         torch.set_num_threads(threads)
         passes = Passes(load_model(model_dir, dtype, "sdpa").requires_grad_(False).to(_device(device)))  # type: ignore[arg-type]
         room = _room(passes, max_concurrency, max_context, prefill_chunk, kv_cache_mb << 20, prefix_cache_mb << 20)
-        ways = Ways(seed, delay_s, gather_ms / 1000.0, kv_after_swap == "keep")
+        ways = Ways(seed, delay_s, gather_ms / 1000.0, kv_after_swap == "keep", speed)
         super().__init__(Core(passes, Path(model_dir), room, ways), 0)
 
     def adapters(self, policies: int) -> list[Engine]:

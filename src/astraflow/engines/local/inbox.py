@@ -108,6 +108,11 @@ class Inbox:
                 admitted.append(self._waiting.popleft())
             return Work(dropped, running_too, list(self._errands), admitted)
 
+    def rest(self, seconds: float) -> None:
+        """Nothing is done for so long, unless the engine ends."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._error is not None, seconds)
+
     def finish(self, finished: Sequence[tuple[Request, Generation]]) -> None:
         """Answer requests, all in one go."""
         with self._wake:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 from astraflow.config.env import secret_from_env
+from astraflow.engines.launching import Argument, check_arguments, check_settings, vocab_size
 from astraflow.engines.requests import require
 from astraflow.engines.served.engine import Model, ServedEngine
+from astraflow.engines.served.fleet import FleetHost
 from astraflow.engines.served.http import Web
 from astraflow.engines.served.keeper import Limits
-from astraflow.engines.served.launching import Argument, check_arguments, check_settings, vocab_size
 from astraflow.engines.served.process import Attached, Command, Host, Launched
 from astraflow.engines.served.shadow import Shadow
 from astraflow.engines.vllm.command import OURS, argv, environment, explain, look_at
@@ -24,11 +25,12 @@ class VllmEngine(ServedEngine):
 
     Args: model_dir: a Hugging Face directory; python: the interpreter that has vLLM, "": this one; args, env: further
     options of `vllm serve` and variables; port: 0 takes a free one; url: of a server that runs already, which is then
-    neither started nor ended; key_env: name of the variable with that server's API key; share: a directory that node
-    and server both see, "": chosen; max_concurrency: requests decoded at once; max_context: 0 is the model's own limit;
-    threads: of each server process, on a CPU; seed: of requests that bring none; delay_s: before each request;
-    kv_after_swap: what becomes of the keys and values of running requests when weights change; ready_s: from start to
-    the first answer; hang_s: without a token, until a server counts as hung; max_restarts: within half an hour.
+    neither started nor ended; urls: of several, replicas of one model; key_env: name of the variable with the API key
+    of such servers; share: a directory that node and server both see, "": chosen; max_concurrency: requests decoded at
+    once; max_context: 0 is the model's own limit; threads: of each server process, on a CPU; seed: of requests that
+    bring none; delay_s: before each request; kv_after_swap: what becomes of the keys and values of running requests
+    when weights change; ready_s: from start to the first answer; hang_s: without a token, until a server counts as
+    hung; max_restarts: within half an hour.
     Raises: ModelError, EngineError, LaunchError: there is no such server; nothing is left of it.
     """
 
@@ -41,6 +43,7 @@ class VllmEngine(ServedEngine):
         env: dict[str, str] | None = None,
         port: int = 0,
         url: str = "",
+        urls: list[str] | None = None,
         key_env: str = "",
         share: str = "",
         dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
@@ -62,9 +65,14 @@ class VllmEngine(ServedEngine):
         require("engine.kv_after_swap", kv_after_swap, known, "must be recompute or keep", "use recompute")
         directory, python, args = Path(model_dir), python or sys.executable, args or {}
         key = secret_from_env(key_env) if key_env else None
-        if url:
-            alone = not (args or env or port)
-            require("engine.url", url, alone, "cannot be with args, env or port", "set them where that server starts")
+        replicas = [url] * bool(url) + (urls or [])
+        if replicas:
+            require("engine.urls", urls, not (url and urls), "cannot be with url", "name all servers in urls")
+            alone, name = not (args or env or port), "url" if url else "urls"
+            require(
+                f"engine.{name}", url or urls, alone, "cannot be with args, env or port",
+                "set them where the server starts",
+            )  # fmt: skip
         else:
             check_arguments(args, OURS)
             look_at(python)
@@ -75,8 +83,9 @@ class VllmEngine(ServedEngine):
             return VllmServer(web, shadow.path, dtype, recompute=kv_after_swap == "recompute")
 
         host: Host
-        if url:
-            host = Attached("vllm", url, open_server, ready_s, key)
+        if replicas:
+            hosts = [Attached("vllm", one, open_server, ready_s, key) for one in replicas]
+            host = hosts[0] if len(hosts) == 1 else FleetHost(hosts)
         else:
             settings: dict[str, Argument] = {"dtype": dtype, "seed": seed % 2**31, "max_num_seqs": max_concurrency}
             if max_context:

@@ -40,6 +40,7 @@ class TokenRows:
     weights: np.ndarray  # [R] float32 >= 0; a row of weight 0 is not trained
     places: np.ndarray | None = None  # [T] int64 into the flat columns of the table; None: in their order
     ref_logprobs: np.ndarray | None = None  # [T] float32 of a stage; None: not given to every row
+    engines: np.ndarray | None = None  # [R] str, the engine that sampled a row; "" and None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class Pack:
     weights: np.ndarray  # [N] float32
     versions: np.ndarray  # [N] int32
     ref_logprobs: np.ndarray | None = None  # [N] float32; None: not known
+    engines: np.ndarray | None = None  # [S] str; None: not known
 
     @property
     def num_targets(self) -> int:
@@ -91,6 +93,7 @@ def rows_from_table(table: pa.Table) -> TokenRows:
         versions=flat_values(table.column("versions")),
         weights=table.column("weight").to_numpy(),
         ref_logprobs=_ref_logprobs(table),
+        engines=_engines(table),
     )
     parents = table.column("parent_branch").to_numpy()
     return rows if (parents < 0).all() else _expand_forks(table, rows, parents)
@@ -100,6 +103,14 @@ def _ref_logprobs(table: pa.Table) -> np.ndarray | None:
     if "ref_logprobs" not in table.column_names or table.column("ref_logprobs").null_count:
         return None
     return flat_values(table.column("ref_logprobs"))
+
+
+def _engines(table: pa.Table) -> np.ndarray | None:
+    """Without the node, which is behind the engine's name."""
+    if "engine" not in table.column_names:
+        return None
+    names = np.array([name.partition("@")[0] for name in table.column("engine").to_pylist()], np.str_)
+    return names if names.astype(bool).any() else None
 
 
 def rows_to_score(table: pa.Table) -> TokenRows:
@@ -229,6 +240,7 @@ def _one_pack(rows: TokenRows, where: np.ndarray, members: _Sequences) -> Pack:
         weights=rows.weights[kept][sequence],
         versions=rows.versions[targets],
         ref_logprobs=None if rows.ref_logprobs is None else rows.ref_logprobs[targets],
+        engines=None if rows.engines is None else rows.engines[kept],
     )
 
 
@@ -291,6 +303,7 @@ def _expand_forks(table: pa.Table, rows: TokenRows, parents: np.ndarray) -> Toke
         weights=rows.weights,
         places=source,
         ref_logprobs=None if rows.ref_logprobs is None else rows.ref_logprobs[source],
+        engines=rows.engines,
     )
 
 

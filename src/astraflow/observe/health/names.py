@@ -106,8 +106,15 @@ STEP: dict[str, tuple[RowMetric, ...]] = {
         RowMetric("logprob_gap/p99", "nats", "its 99th percentile", "below 0.1; flat"),
         RowMetric("logprob_gap/max", "nats", "the largest", "below 1"),
         RowMetric("logprob_gap/tokens", "tokens", "tokens that were compared", "above 0"),
+        RowMetric("logprob_gap/<engine>/p50", "nats", "the median of what one engine sampled", "as of its precision"),
+        RowMetric("logprob_gap/<engine>/p99", "nats", "its 99th percentile", "the same"),
+        RowMetric("logprob_gap/<engine>/max", "nats", "the largest", "the same"),
+        RowMetric("logprob_gap/<engine>/tokens", "tokens", "tokens that were compared", "above 0"),
         RowMetric("logprob_gap/unknown_tokens", "tokens", "of versions no longer held, left out", "0"),
-        RowMetric("logprob_gap/alarm", "0 or 1", "p99 is above `trainer.max_logprob_gap`", "0"),
+        RowMetric(
+            "logprob_gap/alarm", "0 or 1", "p99, of all or of one engine, is above `trainer.max_logprob_gap`", "0"
+        ),
+        RowMetric("engine_share/<engine>", "share", "trained tokens that one engine sampled", "as fast as it is"),
     ),
     "Staleness": (
         RowMetric(
@@ -207,6 +214,9 @@ NODES: tuple[RowMetric, ...] = (
     RowMetric("nodes/server_running", "requests", "that engines with a server decode now, as it says"),
     RowMetric("nodes/server_waiting", "requests", "that wait in a server", "0; else lower `concurrency`"),
     RowMetric("nodes/restarts", "servers", "of engines that died or hung, started again so far", "0"),
+    RowMetric("nodes/remote_tokens", "tokens", "that services of `remote` engines counted so far, prompts and replies"),
+    RowMetric("nodes/remote_known", "verdicts", "for which no service was asked, as they were known"),
+    RowMetric("nodes/remote_retries", "requests", "to services that were asked again so far", "few"),
     RowMetric("nodes/swaps", "versions", "put in force so far"),
     RowMetric("nodes/swap_s", "s", "that it took"),
     RowMetric("nodes/weights_checked", "versions", "with `weights.check`: compared with the trainer's"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,7 +62,8 @@ def batch_metrics(packs: list[Pack], version: int) -> dict[str, float]:
     staleness = version - np.concatenate(oldest) if packs else np.zeros(0)
     tokens, computed = sum(p.num_targets for p in packs), sum(p.num_computed for p in packs)
     seen = sum(int((p.position_ids + 1).sum()) for p in packs)
-    advantages = np.concatenate([p.advantages for p in packs]) if packs else np.zeros(1)
+    # In float64: the squares of large advantages are more than float32 holds.
+    advantages = np.concatenate([p.advantages for p in packs], dtype=np.float64) if packs else np.zeros(1)
     fresh = sum(int((p.versions == version).sum()) for p in packs)
     with np.errstate(invalid="ignore"):  # a batch that is not finite is skipped, and its metrics are left out
         mean, deviation = float(advantages.mean()), float(advantages.std())
@@ -78,4 +80,15 @@ def batch_metrics(packs: list[Pack], version: int) -> dict[str, float]:
         "staleness/mean": float(staleness.mean()) if packs else 0.0,
         "staleness/max": float(staleness.max()) if packs else 0.0,
         "staleness/fresh_tokens": fresh / tokens if tokens else 1.0,
+        **_shares(packs, tokens),
     }
+
+
+def _shares(packs: list[Pack], tokens: int) -> dict[str, float]:
+    """Of the trained tokens, by the engine that sampled them."""
+    counts = Counter[str]()
+    for pack in packs:
+        if pack.engines is not None:
+            for name, size in zip(pack.engines.tolist(), np.bincount(pack.target_sequence).tolist(), strict=True):
+                counts[name] += size
+    return {f"engine_share/{name}": counts[name] / tokens for name in sorted(counts) if name}
