@@ -95,6 +95,8 @@ def _page(
     blocks += ["## How it ran", _health(summary)]
     if summary["policies"]:
         blocks.append(_balance(summary["policies"]))
+    if len(summary["engines"]) > 1:
+        blocks.append(_engines(summary["engines"], rows))
     if summary["errors"]:
         blocks.append(_errors(summary["errors"]))
     if summary["warnings"]:
@@ -172,6 +174,18 @@ def _balance(policies: Mapping[str, Mapping[str, Any]]) -> str:
             f"{cause if cause in OWN else f'waits for {cause}'} {_percent(part)}" for cause, part in shares
         )
         lines.append(f"| {name} | {rewards} | {said or '–'} |")
+    return "\n".join(lines)
+
+
+def _engines(engines: Mapping[str, Mapping[str, Any]], rows: Sequence[Row]) -> str:
+    lines = [
+        "| engine, node | episodes | sampled tokens | share | reward | worst gap p99 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, made in engines.items():
+        gaps = [gap for _, _, gap in series(steps_of(rows), f"logprob_gap/{name.partition('@')[0]}/p99")]
+        numbers = f"{made['episodes']} | {made['tokens']} | {_percent(made['share'])} | {_number(made['reward'])}"
+        lines.append(f"| {name} | {numbers} | {_number(max(gaps, default=None))} |")
     return "\n".join(lines)
 
 

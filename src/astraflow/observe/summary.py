@@ -113,6 +113,7 @@ def summarise(rows: Sequence[Row], status: Mapping[str, Any] | None = None) -> d
         "accounting": accounting(steps, status),
         "skipped": skipped(steps),
         "errors": errors_of(status),
+        "engines": dict(dict((status or {}).get("episodes", {})).get("engines", {})),
         "tokens_per_s": _tokens_per_s(steps, wall_s),
         "versions": _versions(steps, status),
         "policies": _by_policy(steps, status),

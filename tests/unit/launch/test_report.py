@@ -105,6 +105,23 @@ def test_errors_of_episodes_are_shown_with_the_first_message_of_each_kind(tmp_pa
     assert json.loads((report / "summary.json").read_text())["errors"]["timeout"]["first"] == "longer than 5 s"
 
 
+def test_who_sampled_what_is_shown_where_several_did(tmp_path: Path) -> None:
+    row = {"kind": "step", "policy": "actor", "time_s": 5.0, "logprob_gap/local-float32/p99": 1e-6}
+    rows = [row | {"step": step, "logprob_gap/local-bfloat16/p99": gap} for step, gap in enumerate((0.1, 0.3), 13)]
+    write_rows(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    made = {"episodes": 4, "tokens": 30, "share": 0.75, "reward": 0.5}
+    engines = {"local-float32@full": made, "local-bfloat16@half": made | {"share": 0.25, "reward": None}}
+    report = write_report(tmp_path, {"episodes": {"engines": engines}})
+    page = (report / "summary.md").read_text()
+    assert "| local-float32@full | 4 | 30 | 75.0% | 0.5 | 1e-06 |" in page
+    assert "| local-bfloat16@half | 4 | 30 | 25.0% | – | 0.3 |" in page
+    assert json.loads((report / "summary.json").read_text())["engines"] == engines
+    alone = write_report(tmp_path, {"episodes": {"engines": {"local-float32@full": made}}})
+    assert "@full" not in (alone / "summary.md").read_text()
+
+
 def test_a_broken_law_is_said_loudly(tmp_path: Path) -> None:
     write_rows(tmp_path)
     account = {"admitted": 9, "trained": 9, "dropped": {}, "in_flight": 1}

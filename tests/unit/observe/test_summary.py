@@ -30,6 +30,7 @@ def test_a_run_without_a_step_has_a_summary() -> None:
         "accounting": {"admitted": 0, "trained": 0, "dropped": {}, "in_flight": 0},
         "skipped": {},
         "errors": {},
+        "engines": {},
         "tokens_per_s": None,
         "versions": {},
         "policies": {},
