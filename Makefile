@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup quickstart two-nodes smollm2 test test-vllm gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-scaling bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup quickstart two-nodes smollm2 mixed-pool test test-vllm gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-scaling bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -62,6 +62,9 @@ two-nodes: $(VENV)/.run  ## the same on two nodes: one joins late, one is killed
 
 smollm2: $(VENV)/.smollm2  ## train SmolLM2-135M-Instruct on short sums
 	@$(BIN)/astraflow run smollm2-arithmetic --or-resume $(ARGS)
+
+mixed-pool: $(VENV)/.run $(VLLM)/.ready  ## one policy on three kinds of engine: float32, slow bfloat16, vLLM
+	@$(BIN)/astraflow run examples/mixed-pool/mixed-pool.toml --or-resume --rollout.nodes.2.engines.actor.python="$(abspath $(VLLM))/bin/python" $(ARGS)
 
 test: $(VENV)/.dev lint types  ## everything that CI checks: lint, types, all tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not gpu and not vllm" $(TESTS) $(ARGS)
