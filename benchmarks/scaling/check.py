@@ -79,7 +79,7 @@ def played(place: Path, name: str, recipe: str, words: tuple[str, ...]) -> Path:
     with (place / f"{name}.out").open("wb") as out:
         subprocess.run(
             astraflow_command("run", str(file)), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-            env=child_environment(None, {"PYTHONPATH": str(TEAMS)}), timeout=LIMIT_S, check=True,
+            env=child_environment(None, {"PYTHONPATH": os.pathsep.join(sys.path)}), timeout=LIMIT_S, check=True,
         )  # fmt: skip
     return place / name
 

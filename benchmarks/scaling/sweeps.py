@@ -15,7 +15,7 @@ from benchmarks.scaling.cases import config_of, mean_step_s, profile
 RATIOS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0)
 TAILS = (0.0, 0.5, 1.0, 1.5)
 STALENESS = (0, 1, 2, 4, 8)
-POLICIES = (1, 2, 3, 4, 8)
+POLICIES = (1, 2, 3, 5, 8)
 
 
 def costs_of(spread: float, train_s: float) -> dict[str, Any]:
