@@ -33,7 +33,7 @@ from benchmarks.multi_policy.sides import ROLLOUT_GPUS, TOP, warm_start
 
 MIN_SPEEDUP, MIN_OVER_TRL = 2.7, 1.3
 TARGET = 0.8
-STALENESS = 2
+STALENESS = 3
 FORMS = ("shared", "split", "parallel", "overlap")  # of the loop, see multi_policy/loop.py
 PARTS = ("modelled", "breakdown", "real", "trl")  # breakdown: with the first seed alone
 
@@ -87,6 +87,8 @@ def _measure(work: Work, parts: Sequence[str], rows: list[dict[str, Any]]) -> No
     if "breakdown" in parts:
         for form in FORMS[1:]:
             _note(rows, work, "modelled", f"loop, {form}", _loop(work, form))
+        for staleness in (1, 2):
+            _note(rows, work, "modelled", f"ours, max_staleness {staleness}", _ours(work, staleness))
     if "real" in parts:
         for threads in sorted({1, os.cpu_count() or 1}):
             _note(rows, work, "real", f"loop, threads {threads}", _loop(work, "split", threads))
