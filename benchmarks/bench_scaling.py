@@ -9,8 +9,8 @@
 
     python -m benchmarks.bench_scaling [--parts check,latency,sweep,sizes] [--rtts-ms 0,50,300] [--steps 60]
 
-Rows of parts that are left out stay as they were in `results/scaling.json`. Real runs that are in `--place` already are
-not played again.
+It prints the tables of docs/scaling.md. Rows of parts that are left out stay as they were in `results/scaling.json`.
+Real runs that are in `--place` already are not played again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, Check, Result
 from benchmarks.scaling import check, latency, sizes, sweeps
+from benchmarks.scaling.tables import tables
 
 PARTS = ("check", "latency", "sweep", "sizes")
 MOST_ERROR = 0.25
@@ -52,8 +53,7 @@ def main() -> None:
     rows.sort(key=lambda row: PARTS.index(row["part"]))
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     result = Result("scaling", settings, rows, _checks(rows))
-    for name in PARTS:
-        Result(f"scaling: {name}", {}, [row for row in rows if row["part"] == name]).show()
+    print("", *tables(rows), "", sep="\n\n")
     Result("scaling", {}, [], result.checks).show()
     print(f"wrote {result.write()}")
 

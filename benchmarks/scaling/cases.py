@@ -12,11 +12,10 @@ from astraflow.simulate.world import Plan, Prediction, simulate
 
 GROUPS, SIZE, STEPS = 32, 8, 40
 SEEDS = (0,)
-ROLES = ("actor", "verifier")
 
 
 def config_of(
-    *, policies: int = 1, groups: int = GROUPS, staleness: int = 1, nodes: int = 1, places: int = 0
+    *, policies: int = 1, groups: int = GROUPS, staleness: int = 1, nodes: int = 1, places: int = 0, steps: int = STEPS
 ) -> RunConfig:
     """Batches of groups of SIZE episodes. `places`: of a node; 0: the nodes together play one batch at once."""
     places = places or -(-groups * SIZE // nodes)
@@ -27,7 +26,7 @@ def config_of(
         "sampling": {"max_tokens": 1 << 14},
     }
     raw = {
-        "run": {"name": "scaling", "steps": STEPS},
+        "run": {"name": "scaling", "steps": steps},
         "sources": {"train": {"type": "calculator"}},
         "workflow": {"type": "benchmarks.scaling.cases:play", "group_size": SIZE},
         "policies": {name: dict(each) for name in names},
