@@ -9,7 +9,7 @@
 
     python -m benchmarks.bench_scaling [--parts check,latency,sweep,sizes] [--rtts-ms 0,50,300] [--steps 60]
 
-It prints the tables of docs/scaling.md. Rows of parts that are left out stay as they were in `results/scaling.json`.
+It writes the tables of docs/scaling.md. Rows of parts that are left out stay as they were in `results/scaling.json`.
 Real runs that are in `--place` already are not played again.
 """
 
@@ -24,10 +24,11 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, Check, Result
 from benchmarks.scaling import check, latency, sizes, sweeps
-from benchmarks.scaling.tables import tables
+from benchmarks.scaling.tables import filled, tables
 
 PARTS = ("check", "latency", "sweep", "sizes")
 MOST_ERROR = 0.25
+DOCS = Path(__file__).parents[1] / "docs" / "scaling.md"
 
 
 def main() -> None:
@@ -53,9 +54,11 @@ def main() -> None:
     rows.sort(key=lambda row: PARTS.index(row["part"]))
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     result = Result("scaling", settings, rows, _checks(rows))
-    print("", *tables(rows), "", sep="\n\n")
+    print("", *tables(rows).values(), "", sep="\n\n")
     Result("scaling", {}, [], result.checks).show()
     print(f"wrote {result.write()}")
+    DOCS.write_text(filled(DOCS.read_text(), rows))
+    print(f"wrote the tables of {DOCS}")
 
 
 def _measured(

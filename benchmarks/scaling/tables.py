@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.scaling.latency import RTTS_MS
@@ -11,17 +11,30 @@ from benchmarks.scaling.sweeps import POLICIES, RATIOS, STALENESS, TAILS
 Rows = Sequence[Mapping[str, Any]]
 
 
-def tables(rows: Rows) -> Iterator[str]:
-    """Each part that has rows, in Markdown."""
+def tables(rows: Rows) -> dict[str, str]:
+    """Name -> Markdown, of each part that has rows."""
     parts = {part: [row for row in rows if row["part"] == part] for part in ("check", "latency", "sweep", "sizes")}
+    found = {}
     if parts["check"]:
-        yield _check(parts["check"])
+        found["check"] = _check(parts["check"])
     if parts["latency"]:
-        yield _latency(parts["latency"])
+        found["latency"] = _latency(parts["latency"])
     if parts["sweep"]:
-        yield from _sweeps(parts["sweep"])
+        found |= _sweeps(parts["sweep"])
     if parts["sizes"]:
-        yield _sizes(parts["sizes"])
+        found["sizes"] = _sizes(parts["sizes"])
+    return found
+
+
+def filled(page: str, rows: Rows) -> str:
+    """A page with the table of each name between `<!-- name -->` and `<!-- end -->`."""
+    for name, text in tables(rows).items():
+        mark = f"<!-- {name} -->"
+        before, found, after = page.partition(mark)
+        if found:
+            _, end, rest = after.partition("<!-- end -->")
+            page = f"{before}{mark}\n{text}\n{end}{rest}"
+    return page
 
 
 def _check(rows: Rows) -> str:
@@ -54,14 +67,16 @@ def _cell(row: Mapping[str, Any]) -> str:
     return said if row["s_per_step"] is None else f"**{row['s_per_step']:.2f}**, {said}"
 
 
-def _sweeps(rows: Rows) -> Iterator[str]:
+def _sweeps(rows: Rows) -> dict[str, str]:
     of = {name: [row for row in rows if row["table"] == name] for name in ("ratio", "staleness", "policies")}
     ratios = [[row["tail"], row["rollout_s"], *(row[f"x{ratio:g}"] for ratio in RATIOS)] for row in of["ratio"]]
-    yield _table(["sigma", "rollout, s", *(f"{ratio:g}" for ratio in RATIOS)], ratios)
     staleness = [[row["tail"], *(row[f"s{s}"] for s in STALENESS)] for row in of["staleness"]]
-    yield _table(["sigma", *map(str, STALENESS)], staleness)
-    by_tail = {spread: [row[f"t{spread:g}"] for row in of["policies"]] for spread in TAILS}
-    yield _table(["sigma", *map(str, POLICIES)], [[spread, *cells] for spread, cells in by_tail.items()])
+    by_tail = [[spread, *(row[f"t{spread:g}"] for row in of["policies"])] for spread in TAILS]
+    return {
+        "ratio": _table(["sigma", "rollout, s", *(f"ratio {ratio:g}" for ratio in RATIOS)], ratios),
+        "staleness": _table(["sigma", *(f"max_staleness {s}" for s in STALENESS)], staleness),
+        "policies": _table(["sigma", "1 policy", *(f"{count} policies" for count in POLICIES[1:])], by_tail),
+    }
 
 
 def _sizes(rows: Rows) -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from benchmarks.scaling import check, latency, sizes, sweeps
 from benchmarks.scaling.cases import config_of, profile
+from benchmarks.scaling.tables import filled, tables
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_overlap_pays_most_where_both_sides_take_as_long() -> None:
@@ -39,3 +45,11 @@ def test_larger_models_cost_more_of_everything() -> None:
     assert few.engine.step_s < many.engine.step_s and few.weights.publish_s < many.weights.publish_s
     free = profile(config, large.costs(free=True))
     assert free.cost("p0").weights.full_bytes == free.cost("p0").engine.swap_s == free.serving.call_s == 0
+
+
+def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "scaling.json").read_text())["rows"]
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    assert filled(page, rows) == page
+    assert {"ratio", "staleness", "policies"} <= set(tables(rows))
+    assert all(f"<!-- {name} -->" in page for name in tables(rows))
