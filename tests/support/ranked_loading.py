@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from astraflow.errors import ModelError
 from astraflow.models.load import load_model, state_tensors
 from astraflow.training.parallel.loading import Stored, open_model
 from astraflow.training.parallel.ranks import Ranks
@@ -27,6 +28,19 @@ def opened(rank: int, place: Path, directory: Path, tensor: int, context: int) -
             parameter.add_(1)
     load_whole(model, state_tensors(expected), ranks)
     return laid_out, differ + _different(model, expected)
+
+
+def refused(rank: int, place: Path, directory: Path) -> str:
+    """What this rank refuses of the model; of the other one, which is left alone: nothing."""
+    ranks = Ranks(rank, dist.get_world_size())
+    try:
+        scoring_of(open_model(directory, ranks), ranks, Stored(directory, torch.device("cpu")))
+    except ModelError as error:
+        dist.destroy_process_group()  # as the end of its process does
+        return error.thing
+    except RuntimeError:
+        return ""
+    return "read"
 
 
 def _different(model: torch.nn.Module, expected: torch.nn.Module) -> list[str]:

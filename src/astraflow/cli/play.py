@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from astraflow.cli.run import Recipe, open_run
-from astraflow.cli.services import TokenFile, read_token
+from astraflow.cli.services import Parent, TokenFile, rank_place, read_token, start_ranks, tie
 from astraflow.cli.swarm import options_of
 from astraflow.errors import ConfigError, EpisodeError, LaunchError
 
@@ -32,9 +33,17 @@ def sft(
     recipe: Recipe,
     out: Annotated[Path, typer.Option("--out", help="Directory to write the model to.")],
     policy: Policy = "",
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Intra-op threads of torch.")] = 1,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Intra-op threads of torch, of each rank.")] = 1,
+    rank: Annotated[int, typer.Option("--rank", hidden=True)] = -1,
+    ranks: Annotated[int, typer.Option("--ranks", hidden=True)] = 0,
+    rendezvous: Annotated[str, typer.Option("--rendezvous", hidden=True)] = "",
+    parent: Parent = 0,
 ) -> None:
-    """Take only the supervised warm start of a policy and save the model; change any setting after the recipe."""
+    """Take only the supervised warm start of a policy and save the model; change any setting after the recipe.
+
+    With `trainer.ranks` above 1, that many processes do it here; torchrun starts them on several hosts.
+    """
+    tie(parent)
     config = open_run(recipe, ctx.args)
     name = choose_policy(config, policy)
     section = config.policies[name]
@@ -42,18 +51,33 @@ def sft(
         raise ConfigError(recipe, [f"policies.{name}.warm_start is missing; it says what sft learns from"])
     if out.exists():
         raise LaunchError("out", str(out), "already exists", "give another directory")
-    import torch
-
-    from astraflow.config.env import cache_dir
-    from astraflow.models.registry import model_directory
     from astraflow.observe.logs import setup_logging
-    from astraflow.training.sft import run_sft
 
-    setup_logging("sft")
-    torch.set_num_threads(threads)
-    directory = model_directory(section.model, cache_dir(), config.run.seed)
-    metrics = run_sft(directory, out, config, name)
-    typer.echo(f"loss {metrics['loss']:.4f}; wrote {out}")
+    place = rank_place(rank, ranks, rendezvous)
+    setup_logging("sft" if place is None or place[0] == 0 else f"sft.{place[0]}")
+    if place is None and section.trainer.ranks > 1:
+        words = ["sft", recipe, f"--out={out}", f"--policy={name}", f"--threads={threads}", *ctx.args]
+        start_ranks(f"sft of {name}", section.trainer.ranks, words, None)
+        return
+    with ExitStack() as stack:
+        if parent and rank >= 0:  # `run_ranks` started it
+            from astraflow.training.parallel.launch import signs_of_life
+
+            stack.enter_context(signs_of_life(rank, rendezvous))
+        import torch
+
+        from astraflow.config.env import cache_dir
+        from astraflow.models.registry import model_directory
+        from astraflow.training.parallel.ranks import ALONE, RankPlace, joined
+        from astraflow.training.sft import run_sft
+
+        torch.set_num_threads(threads)
+        directory = model_directory(section.model, cache_dir(), config.run.seed)
+        company = ALONE if place is None or place[1] == 1 else stack.enter_context(joined(RankPlace(*place)))
+        stack.enter_context(company.watched())
+        metrics = run_sft(directory, out, config, name, company)
+        if company.leads:
+            typer.echo(f"loss {metrics['loss']:.4f}; wrote {out}")
 
 
 def evaluate(

@@ -87,19 +87,13 @@ def trainer(
     tie(parent)
     from astraflow.observe.logs import setup_logging
 
-    token, place = read_token(token_file), _place(rank, ranks, rendezvous)
+    token, place = read_token(token_file), rank_place(rank, ranks, rendezvous)
     number = 0 if place is None else place[0]
     process = f"trainer-{policy.replace(',', '+')}" + (f".{number}" if number else "")
     setup_logging(process, run_dir, secrets=(token,))
     if place is None and "," not in policy and (wanted := ranks or _ranks_of_run(dataflow, policy, token)) > 1:
-        words = [
-            "trainer",
-            f"--dataflow={dataflow}",
-            f"--policy={policy}",
-            f"--run-dir={run_dir}",
-            f"--threads={threads}",
-        ]
-        start_ranks(f"trainer of {policy}", wanted, words, token)
+        words = [f"--dataflow={dataflow}", f"--policy={policy}", f"--run-dir={run_dir}", f"--threads={threads}"]
+        start_ranks(f"trainer of {policy}", wanted, ["trainer", *words], token)
         return
     with ExitStack() as stack:
         if parent and rank >= 0:  # `run_ranks` started it
@@ -113,7 +107,7 @@ def trainer(
         run_trainer(dataflow, policy, run_dir.resolve(), threads=threads, token=token, place=found)
 
 
-def _place(rank: int, ranks: int, rendezvous: str) -> tuple[int, int, str, int] | None:
+def rank_place(rank: int, ranks: int, rendezvous: str) -> tuple[int, int, str, int] | None:
     """Rank, number of ranks, rendezvous and rank on this host, as the command line or torchrun says."""
     from astraflow.config.env import torchrun_rank
     from astraflow.errors import LaunchError

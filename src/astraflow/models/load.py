@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import xxhash
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -20,6 +22,7 @@ from astraflow.errors import ModelError
 from astraflow.models.linear import speed_up_linears
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LOADING = threading.Lock()  # transformers patches torch while it loads: of two threads, one would miss weights
 
 
 def load_model(directory: Path | str, dtype: str = "float32", attention: str = "sdpa") -> PreTrainedModel:
@@ -31,24 +34,47 @@ def load_model(directory: Path | str, dtype: str = "float32", attention: str = "
         raise ModelError("dtype", dtype, f"is not one of {', '.join(DTYPES)}", "choose one of them")
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(directory), dtype=DTYPES[dtype], attn_implementation=attention, local_files_only=True,
-            output_loading_info=True,
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        with _LOADING:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(directory), dtype=DTYPES[dtype], attn_implementation=attention, local_files_only=True,
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
         raise ModelError(
             "model", str(directory), f"cannot be loaded ({_first_line(error)})",
             "give a Hugging Face directory of a causal language model with config.json and whole *.safetensors",
         ) from error  # fmt: skip
     model: PreTrainedModel = loaded[0]
-    if missing := sorted(loaded[1]["missing_keys"]):  # transformers makes them up, at random
+    # transformers makes them up, at random: those of another shape, and those that are missing.
+    if mismatched := sorted(loaded[1]["mismatched_keys"]):
+        name, stored, asked = mismatched[0]
+        raise ModelError(
+            f"tensor {name}.shape", tuple(stored),
+            f"in the files of {directory} must be {tuple(asked)} by its config ({len(mismatched)} weights do not fit)",
+            "put the config of these weights beside them",
+        )  # fmt: skip
+    if missing := sorted(loaded[1]["missing_keys"]):
         raise ModelError(
             "model", str(directory), f"lacks {len(missing)} of the weights that its config asks for ({missing[0]})",
             "give a whole causal language model: config.json and *.safetensors must be of the same one",
         )  # fmt: skip
+    check_finite(dict(model.named_parameters()), directory)
     model.eval()  # type: ignore[no-untyped-call]
     speed_up_linears(model)
     return model
+
+
+@torch.no_grad()
+def check_finite(weights: Mapping[str, torch.Tensor], directory: Path | str) -> None:
+    """Raises: ModelError: one of the `weights` that were read from `directory` has numbers that are not finite."""
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            bad = int((~tensor.isfinite()).sum())
+            raise ModelError(
+                f"tensor {name}", "not finite",
+                f"in the files of {directory} ({bad} of {tensor.numel()} numbers are NaN or infinite)",
+                "give weights from before they broke, as an earlier checkpoint",
+            )  # fmt: skip
 
 
 def state_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -156,4 +182,6 @@ def load_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+    """Of errors of a config the last one, which says what."""
+    lines = str(error).strip().split("\n")
+    return lines[-1].strip() if isinstance(error, StrictDataclassError) else lines[0]

@@ -17,6 +17,14 @@ from astraflow.errors import ModelError
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+# Embeddings of text decoders. Those of other parts of a model have sizes of their own.
+_EMBEDDINGS = tuple(
+    f"{prefix}{name}.weight"
+    for name in ("embed_tokens", "wte", "embed_in", "word_embeddings")
+    for prefix in ("", "model.", "transformer.", "gpt_neox.", "model.language_model.", "language_model.model.")
+)
+_OTHER_WIDTH = ("word_embed_proj_dim", "embedding_size")  # embeddings need not be as wide as layers then
+_PLAIN = ("llama", "mistral", "qwen2", "qwen3")  # all of their layers are the same
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LENGTH_BYTES = 8  # of the little-endian length before the header; https://github.com/huggingface/safetensors#format
 
@@ -43,6 +51,53 @@ def check_model_files(directory: Path) -> None:
             "config.json vocab_size", rows, f"is more than the {shapes[name][0]} rows of {name} in {directory}",
             "put the config of these weights beside them",
         )  # fmt: skip
+    _check_shapes(config, shapes, directory)
+
+
+def _check_shapes(config: Mapping[str, Any], shapes: Shapes, directory: Path) -> None:
+    """As far as names and sizes of a family are known here; `load_model` compares all."""
+    nested = config.get("text_config")
+    config = nested if isinstance(nested, dict) else config
+    if config.get("quantization_config") is not None:
+        return
+    for name, expected in _expected(config, shapes).items():
+        if name not in shapes:
+            raise ModelError(
+                f"tensor {name}", "missing", f"in the files of {directory}, but its config.json asks for it",
+                "put the config of these weights beside them",
+            )  # fmt: skip
+        if shapes[name] != expected:
+            raise ModelError(
+                f"tensor {name}.shape", shapes[name],
+                f"in the files of {directory} must be {expected} by its config.json",
+                "put the config of these weights beside them",
+            )  # fmt: skip
+
+
+def _expected(config: Mapping[str, Any], shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    width = _number(config, "hidden_size", "n_embd")
+    name = next((name for name in _EMBEDDINGS if name in shapes), None)
+    if name is None or not width or any(config.get(other) for other in _OTHER_WIDTH):
+        return {}
+    expected: dict[str, tuple[int, ...]] = {name: (shapes[name][0], width)}
+    heads, groups, inner, layers = (
+        _number(config, key)
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers")
+    )
+    # Config classes have defaults of their own for what a file does not say.
+    if config.get("model_type") not in _PLAIN or 0 in (heads, groups, inner):
+        return expected
+    size = _number(config, "head_dim") or (0 if config.get("model_type") == "qwen3" else width // heads)
+    if size:
+        asked = {
+            "self_attn.q_proj": (heads * size, width), "self_attn.k_proj": (groups * size, width),
+            "self_attn.v_proj": (groups * size, width), "self_attn.o_proj": (width, heads * size),
+            "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner),
+        }  # fmt: skip
+        prefix = name.removesuffix("embed_tokens.weight")
+        for layer in range(layers):
+            expected |= {f"{prefix}layers.{layer}.{part}.weight": shape for part, shape in asked.items()}
+    return expected
 
 
 def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -17,19 +17,20 @@ from transformers import PreTrainedModel
 
 from astraflow.algorithms.losses.contract import LocalLoss, Metrics, Prepared, TrainedTokens
 from astraflow.config.rooms import build
-from astraflow.config.schema import RunConfig
+from astraflow.config.schema import PolicySection, RunConfig
 from astraflow.contracts import Source
 from astraflow.errors import SourceError
 from astraflow.models.chat import ChatTokenizer
-from astraflow.models.load import load_model
-from astraflow.models.lora.layers import add_lora
-from astraflow.models.scoring.guard import prepared_as_itself
+from astraflow.models.load import load_model, load_tensors, state_tensors
+from astraflow.models.lora.layers import add_lora, load_lora, lora_tensors, peft_names
 from astraflow.models.scoring.packing import TokenRows, rows_from_lists
 from astraflow.models.scoring.recompute import recompute_activations
 from astraflow.training.checkpoint import save_model
 from astraflow.training.guards.batches import check_rows, longest_row
 from astraflow.training.guards.memory import naming_memory
+from astraflow.training.guards.packed import prepared_scoring
 from astraflow.training.optimize.frozen import freeze
+from astraflow.training.parallel.loading import Stored, open_model
 from astraflow.training.parallel.ranks import ALONE, Ranks, device_of
 from astraflow.training.parallel.scoring import Scoring
 from astraflow.training.step import Stepper, StepSettings
@@ -127,22 +128,50 @@ def warm_start(
     return metrics | {"perf/wall_s": time.perf_counter() - begin}
 
 
-def run_sft(model_directory: Path, target: Path, config: RunConfig, policy: str) -> dict[str, float]:
-    """Take the warm start of a policy as its run does and save it as a Hugging Face directory `target`."""
+def run_sft(
+    model_directory: Path, target: Path, config: RunConfig, policy: str, ranks: Ranks = ALONE
+) -> dict[str, float]:
+    """Take the warm start of a policy as its run does and save it as a Hugging Face directory `target`; of several
+    ranks, which all call it, rank 0 saves."""
     torch.manual_seed(config.run.seed)
     section = config.policies[policy]
+    ranks = ranks.arranged(section.trainer)
     with naming_memory(policy, section):
-        model = load_model(model_directory)
+        model = open_model(model_directory, ranks)
         if section.lora is not None:
             add_lora(model, section.lora)
         freeze(model, section.trainer.frozen)
-        model.to(device_of(section.trainer.device))  # type: ignore[arg-type]
-        prepared_as_itself(model, f"policies.{policy}.model")
-    if section.trainer.gradient_checkpointing:
-        recompute_activations(model)
-    metrics = warm_start(model, model_directory, config, policy)
-    save_model(target, model, model_directory)
+        if section.trainer.gradient_checkpointing:
+            recompute_activations(model)
+        stored = Stored(model_directory, device_of(section.trainer.device))
+        score = prepared_scoring(model, f"policies.{policy}.model", ranks, stored)
+    metrics = warm_start(model, model_directory, config, policy, Company(ranks=ranks, score=score))
+    if ranks.many:
+        model = _gathered(model, model_directory, section, ranks)
+    if ranks.leads:
+        save_model(target, model, model_directory)
+    ranks.tell(b"" if ranks.leads else None)  # it is written
     return metrics
+
+
+def _gathered(model: PreTrainedModel, directory: Path, section: PolicySection, ranks: Ranks) -> PreTrainedModel:
+    """On rank 0 the model with all that was trained; the others, which help, keep theirs."""
+    from astraflow.training.parallel.sharding import whole  # a second to load
+
+    trained: dict[str, torch.Tensor] = {}
+    for name, tensor in (lora_tensors(model) or state_tensors(model)).items():
+        full = whole(tensor)
+        if ranks.leads:
+            trained[name] = full.cpu()
+    if not ranks.leads:
+        return model
+    gathered = load_model(directory)
+    if section.lora is None:
+        load_tensors(gathered, trained)
+    else:
+        add_lora(gathered, section.lora)
+        load_lora(gathered, peft_names(trained))
+    return gathered
 
 
 def _supervised_metrics(metrics: dict[str, float]) -> dict[str, float]:

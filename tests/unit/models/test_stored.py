@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 
 from astraflow.errors import ModelError
 from astraflow.models.load import load_model, state_tensors
@@ -114,6 +121,73 @@ def test_a_config_of_another_model_is_refused(model: Path) -> None:
     edit(model / "config.json", lambda config: config | {"vocab_size": 99})
     with pytest.raises(ModelError, match=r"vocab_size=99 is more than the 62 rows of model.embed_tokens.weight"):
         model_directory(str(model), model, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"hidden_size": 64}, r"embed_tokens.weight.shape=\(62, 128\) .* must be \(62, 64\)"),
+        ({"intermediate_size": 32}, r"layers.0.mlp.\w+.weight.shape=.* must be .*32"),
+        ({"num_key_value_heads": 1}, r"layers.0.self_attn.k_proj.weight.shape=\(64, 128\) .* must be \(32, 128\)"),
+        ({"head_dim": 16}, r"layers.0.self_attn.\w+.weight.shape="),
+    ],
+)
+def test_a_config_whose_sizes_are_others_is_refused_by_the_name_of_a_weight(
+    model: Path, change: dict[str, Any], what: str
+) -> None:
+    edit(model / "config.json", lambda config: config | change)
+    with pytest.raises(ModelError, match=f"tensor model.{what}"):
+        model_directory(str(model), model, 0)
+    with pytest.raises(ModelError, match=f"tensor model.{what}"):
+        load_model(model)
+
+
+def test_a_config_with_more_layers_is_refused_by_the_name_of_what_is_missing(model: Path) -> None:
+    more = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    edit(model / "config.json", lambda config: config | more)
+    with pytest.raises(ModelError, match=r"tensor model.layers.2.self_attn.q_proj.weight=missing"):
+        model_directory(str(model), model, 0)
+    with pytest.raises(ModelError, match=r"lacks \d+ of the weights .*model.layers.2"):
+        load_model(model)
+
+
+def test_a_config_that_contradicts_itself_is_refused(model: Path) -> None:
+    edit(model / "config.json", lambda config: config | {"layer_types": ["full_attention"]})
+    with pytest.raises(ModelError, match=r"cannot be loaded .*`layer_types` \(1\)"):
+        load_model(model)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OPTConfig(
+            vocab_size=62, hidden_size=32, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=8
+        ),
+        lambda: GPT2Config(vocab_size=62, n_embd=32, n_layer=1, n_head=2),
+        lambda: LlamaConfig(
+            vocab_size=62, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=1,
+        ),
+        lambda: Qwen2Config(
+            vocab_size=62, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2,
+        ),
+    ],
+)  # fmt: skip
+def test_models_that_fit_are_let_through(model: Path, make: Callable[[], PreTrainedConfig]) -> None:
+    AutoModelForCausalLM.from_config(make()).save_pretrained(model)
+    assert model_directory(str(model), model, 0) == model
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_not_finite_are_named_when_they_are_loaded(model: Path, value: float, dtype: str) -> None:
+    broken = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        broken.model.layers[1].mlp.up_proj.weight[3, 4] = value
+    broken.save_pretrained(model)
+    with pytest.raises(ModelError, match=r"tensor model.layers.1.mlp.up_proj.weight=not finite .*\(1 of 49152 numbers"):
+        load_model(model, dtype)
 
 
 def test_a_directory_that_may_not_be_read_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import ranked_sft
 from astraflow.config.schema import RunConfig
 from astraflow.errors import SourceError, TrainingError
 from astraflow.models.chat import ChatTokenizer
@@ -16,6 +17,7 @@ from astraflow.sources.calculator import CalculatorSource
 from astraflow.training.learner import Learner
 from astraflow.training.sft import Demonstrations, run_sft, warm_start
 from astraflow.training.step import Stepper
+from ranks import run_ranks
 
 
 def _demonstrations(directory, size=40, batch=16, seed=0):
@@ -107,6 +109,21 @@ def test_sft_gives_the_weights_that_the_run_starts_from(tiny_char, tmp_path, mor
     run_sft(tiny_char, tmp_path / "plain", _config(tiny_char, **policy), "actor")
     plain = state_tensors(load_model(tmp_path / "plain"))
     assert torch.equal(plain[embeddings], ours[embeddings]) is (more == {}), "the arithmetic is that of trainer.dtype"
+
+
+@pytest.mark.parametrize(
+    ("more", "layout"), [({}, {"tensor_parallel": 2}), ({}, {"frozen": ["embed_tokens"]}), ({"lora": {"rank": 4}}, {})]
+)
+def test_ranks_do_it_together_and_the_first_one_saves_it_all(tiny_char, tmp_path, more, layout):
+    more = {"warm_start": {"source": "demos", "steps": 3, "batch": 8, "lr": 2e-3}, **more}
+    trainer = {"device": "cpu", "frozen": layout.get("frozen", [])}
+    one, many = (_config(tiny_char, **more, trainer=t) for t in (trainer, {**trainer, **layout, "ranks": 2}))
+    loss = run_sft(tiny_char, tmp_path / "alone", one, "actor")["loss"]
+    losses = run_ranks(2, ranked_sft.saved, tmp_path, tiny_char, many)
+    assert losses == pytest.approx([loss] * 2, rel=1e-4)
+    alone, together = (state_tensors(load_model(tmp_path / name)) for name in ("alone", "sft"))
+    assert alone.keys() == together.keys()
+    assert max(float((alone[name] - together[name]).abs().max()) for name in alone) < 1e-4
 
 
 def test_it_runs_where_the_trainer_would(tiny_char, tmp_path):

@@ -11,6 +11,8 @@ builds no mask; the layout of the pack reaches the attention function as the key
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -22,6 +24,13 @@ from astraflow.models.scoring.trees.attention import Kernel, TreeAttention
 from astraflow.models.scoring.trees.flex import TreeMask, tree_flex
 
 IMPLEMENTATION = "astraflow_packed"
+
+# What models pass along to every kind of attention and mean nothing to this one.
+_WITHOUT_EFFECT = {
+    "cache_position", "output_attentions", "output_hidden_states", "position_embeddings", "position_ids", "return_dict",
+    "use_cache",
+}  # fmt: skip
+_WITHOUT_EFFECT_AT = {"dropout": 0.0, "is_causal": True}
 
 
 def packed_attention(
@@ -36,12 +45,18 @@ def packed_attention(
     softcap: float | None = None,
     pack_layout: PackLayout | None = None,
     exchange: HeadExchange | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """The transformers attention function. query [1, H, U, D], key and value [1, K, U, D] -> [1, U, H, D]."""
-    if pack_layout is None or softcap is not None:
+    """The transformers attention function. query [1, H, U, D], key and value [1, K, U, D] -> [1, U, H, D].
+
+    Raises: ModelError: the model asks for something else than plain causal attention, or there is no layout.
+    """
+    if softcap is not None:
+        others["softcap"] = softcap
+    if pack_layout is None or (asked := _with_effect(others)):
+        why = "no pack_layout" if pack_layout is None else f"it asks for {', '.join(asked)}"
         raise ModelError(
-            "attention", type(module).__name__, "cannot run packed (no layout, or it caps its scores)",
+            "attention", type(module).__name__, f"cannot run packed ({why})",
             "use a decoder with plain causal attention and call it through models.scoring",
         )  # fmt: skip
     window = sliding_window if sliding_window and sliding_window < pack_layout.longest else None
@@ -54,6 +69,17 @@ def packed_attention(
         output = _rows_attention(query, key, value, pack_layout, scaling, window)
     output = output[None]
     return output if exchange is None else exchange.to_tokens(output), None
+
+
+def _with_effect(others: Mapping[str, object]) -> list[str]:
+    """Names of the keywords that would change what comes out, as attention sinks, biases and masks of heads do."""
+    return sorted(
+        name
+        for name, value in others.items()
+        if value is not None
+        and name not in _WITHOUT_EFFECT
+        and not (name in _WITHOUT_EFFECT_AT and value == _WITHOUT_EFFECT_AT[name])
+    )
 
 
 def _rows_attention(

@@ -44,6 +44,10 @@ def prepared_as_itself(model: PreTrainedModel, what: str, score: Scorer | None =
         try:
             prepare_model(model)
             packed = _packed(score, examples)
+        except ModelError as error:
+            if error.thing != "attention":
+                raise
+            raise ModelError(what, kind, f"{error.rule} in {error.value}", _FIX) from error
         except (TypeError, AttributeError) as error:
             raise ModelError(what, kind, f"cannot be called with packed sequences ({error})", _FIX) from error
     gap = (alone - packed).abs()

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from astraflow.models.linear import speed_up_linears
-from astraflow.models.load import load_model, state_tensors
+from astraflow.models.load import check_finite, load_model, state_tensors
 from astraflow.models.stored import stored_shapes
 from astraflow.training.parallel.ranks import Ranks
 
@@ -41,7 +42,10 @@ def open_model(directory: Path, ranks: Ranks) -> PreTrainedModel:
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, stored: Stored) -> None:
-    """Give a laid out model memory for this rank's parts, and read them. What has memory already stays."""
+    """Give a laid out model memory for this rank's parts, and read them. What has memory already stays.
+
+    Raises: ModelError: a weight of a part is not finite.
+    """
     empty = {id(p): name for name, p in model.named_parameters() if p.is_meta}
     made: dict[int, nn.Parameter] = {}  # tied ones stay one
     for module in model.modules():
@@ -54,10 +58,15 @@ def fill(model: PreTrainedModel, stored: Stored) -> None:
         for name, buffer in module._buffers.items():
             module._buffers[name] = buffer if buffer is None else buffer.to(stored.device)
     if empty:
-        from astraflow.training.parallel.parts import read_weights  # a second to load
+        from torch.distributed.tensor import DTensor  # a second to load
+
+        from astraflow.training.parallel.parts import read_weights
 
         own, names = state_tensors(model), _names(model, stored.directory)
-        read_weights(stored.directory, {there: own[name] for name, there in names.items() if name in empty.values()})
+        read = {there: own[name] for name, there in names.items() if name in empty.values()}
+        read_weights(stored.directory, read)
+        parts = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in read.items()}
+        check_finite(parts, stored.directory)
 
 
 def _outlined(directory: Path) -> PreTrainedModel | None:
@@ -66,7 +75,7 @@ def _outlined(directory: Path) -> PreTrainedModel | None:
         with _parameters_without_memory():
             laid_out: Any = AutoModelForCausalLM
             model: PreTrainedModel = laid_out.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError):
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, StrictDataclassError):
         return None  # `load_model` says what it is
     if len(_names(model, directory)) < len(state_tensors(model)):
         log.info("%s: weights have other names there, so each rank loads all of them", directory)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import numpy as np
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
+    Gemma2Config,
     GPTNeoConfig,
     GptOssConfig,
     Lfm2Config,
@@ -17,8 +21,9 @@ from transformers import (
 
 from astraflow.config.schema import RunConfig
 from astraflow.errors import ModelError
-from astraflow.models.scoring.attention import IMPLEMENTATION
+from astraflow.models.scoring.attention import IMPLEMENTATION, packed_attention
 from astraflow.models.scoring.guard import prepared_as_itself
+from astraflow.models.scoring.layout import pack_layout
 from astraflow.training.learner import Learner
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -28,7 +33,6 @@ LINEAR = {f"linear_{name}": size for name, size in (
     ("num_key_heads", 2), ("num_value_heads", 4), ("key_head_dim", 8), ("value_head_dim", 8),
 )}  # fmt: skip
 REFUSED = {
-    "attention sinks": lambda: GptOssConfig(**SHAPE, **EXPERTS, num_local_experts=4),
     "linear attention": lambda: Qwen3_5TextConfig(
         **SHAPE, **LINEAR, layer_types=["linear_attention", "full_attention"]
     ),
@@ -54,6 +58,34 @@ def _model(config):
 def test_layers_that_do_not_go_through_packed_attention_are_refused(kind):
     with pytest.raises(ModelError, match=r"policies\.actor\.model=\w+ gives other logprobs packed than alone"):
         prepared_as_itself(_model(REFUSED[kind]()), "policies.actor.model")
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        (GptOssConfig(**SHAPE, **EXPERTS, num_local_experts=4), "s_aux"),
+        (Gemma2Config(**SHAPE, attn_logit_softcapping=20.0, final_logit_softcapping=None), "softcap"),
+    ],
+)
+def test_attention_of_another_kind_is_refused_by_the_name_of_what_it_asks_for(config, asked):
+    with pytest.raises(ModelError, match=rf"policies\.actor\.model=\w+ cannot run packed \(it asks for {asked}\)"):
+        prepared_as_itself(_model(config), "policies.actor.model")
+
+
+@pytest.mark.parametrize(
+    ("others", "refused"),
+    [
+        ({"s_aux": torch.zeros(4)}, "s_aux"), ({"head_mask": torch.ones(4), "new": 0}, "head_mask, new"),
+        ({"is_causal": False}, "is_causal"), ({"dropout": 0.1}, "dropout"), ({"softcap": 30.0}, "softcap"),
+        ({"dropout": 0.0, "is_causal": True, "position_ids": torch.zeros(1), "s_aux": None}, ""),
+    ],
+)  # fmt: skip
+def test_the_attention_refuses_what_it_does_not_know(others, refused):
+    query = torch.randn(1, 4, 6, 8)
+    layout = pack_layout(np.array([0, 6], np.int32), None, query.device, query.dtype)
+    expect = pytest.raises(ModelError, match=rf"it asks for {refused}\)") if refused else contextlib.nullcontext()
+    with expect:
+        packed_attention(torch.nn.Identity(), query, query, query, None, pack_layout=layout, **others)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "gpt2"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,13 @@ words = sys.argv[sys.argv.index("trainer") + 1 + rank].split()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 if words[0] == "exit": sys.exit(int(words[1]))
 if words[0] == "dies": os.kill(os.getpid(), signal.SIGKILL)
+if words[0] != "sleeps":
+    from astraflow.training.parallel.launch import signs_of_life
+    with signs_of_life(rank, sys.argv[sys.argv.index("--rendezvous") + 1]):
+        if words[0] == "stops":
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
 time.sleep(float(words[1]))
 """
 
@@ -38,7 +46,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(launch, "LEAVE_S", 0.3)
 
     def run(*what, stop=None):
-        launch.run_ranks("actor", len(what), what, {}, stop or threading.Event())
+        launch.run_ranks("trainer of actor", len(what), ("trainer", *what), {}, stop or threading.Event())
 
     run.started = started
     return run
@@ -71,3 +79,25 @@ def test_a_stop_is_told_to_all(ranks):
     threading.Timer(0.5, stop.set).start()
     ranks("sleeps 60", "sleeps 60", stop=stop)
     assert {process.returncode for process in ranks.started} <= {0, -signal.SIGTERM}
+
+
+def test_a_rank_that_stands_still_is_named_and_all_are_ended(ranks, monkeypatch):
+    monkeypatch.setattr(launch, "SILENCE_S", 4.0)
+    with pytest.raises(LaunchError, match=r"rank 1 of 3=no sign of life for 4 s ended it, so all ranks were ended"):
+        ranks("lives", "stops", "lives")
+    assert all(process.returncode == -signal.SIGKILL for process in ranks.started)
+
+
+def test_silence_is_that_of_each_rank_since_its_last_sign(tmp_path):
+    signs = [tmp_path / "rank-0", tmp_path / "rank-1"]
+    silence = launch.Silence(signs)
+    half = launch.SILENCE_S / 2
+    for i, sign in enumerate(signs):
+        sign.touch()
+        os.utime(sign, ns=(i + 1, i + 1))
+    assert silence.after(launch.SILENCE_S) == []  # they have just been seen
+    assert silence.after(half) == []
+    os.utime(signs[0], ns=(9, 9))
+    assert silence.after(half) == [1]
+    assert silence.after(half) == [1]
+    assert silence.after(half) == [0, 1]

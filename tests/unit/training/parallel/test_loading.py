@@ -47,3 +47,13 @@ def test_files_with_names_that_only_transformers_knows_are_read_whole(tmp_path, 
 def test_what_cannot_be_loaded_is_said_as_for_one_rank(tmp_path):
     with pytest.raises(ModelError, match="cannot be loaded"):
         open_model(tmp_path / "nothing", Ranks(0, 2))
+
+
+def test_a_weight_that_is_not_finite_is_named_by_the_rank_that_reads_it(tmp_path, make_model):
+    model = make_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[-1, -1] = torch.nan
+    model.save_pretrained(tmp_path / "m")
+    assert run_ranks(2, ranked_loading.refused, tmp_path, tmp_path / "m") == [
+        "", "tensor model.layers.1.mlp.down_proj.weight",
+    ]  # fmt: skip
