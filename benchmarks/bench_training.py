@@ -111,7 +111,8 @@ def vocabulary(place: Path) -> list[Row]:
         directory = str(tiny(place, size))
         for batch in BATCHES:
             said = str(place / f"{size}-{batch}.safetensors")
-            work = Work(directory, "equal", batch, SIZE, said, micro=batch, budget=4 * SIZE, repeats=1)
+            repeats = 2 * BATCHES[-1] // batch - 1  # as many passes whatever the batch: the heap's holes come with them
+            work = Work(directory, "equal", batch, SIZE, said, micro=batch, budget=4 * SIZE, repeats=repeats)
             about = {"table": "vocabulary", "vocabulary": size, "rows": batch}
             logits = round(4 * size * SIZE * batch / 2**20)
             # All rows at once do not fit with the large vocabulary.
