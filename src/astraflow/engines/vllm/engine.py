@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from astraflow.config.env import secret_from_env
+from astraflow.engines.fleet import FleetHost
 from astraflow.engines.launching import Argument, check_arguments, check_settings, vocab_size
 from astraflow.engines.requests import require
 from astraflow.engines.served.engine import Model, ServedEngine
-from astraflow.engines.served.fleet import FleetHost
 from astraflow.engines.served.http import Web
 from astraflow.engines.served.keeper import Limits
 from astraflow.engines.served.process import Attached, Command, Host, Launched
