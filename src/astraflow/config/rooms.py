@@ -28,6 +28,10 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "sums": "astraflow.sources.sums:SumsSource",
         "jsonl": "astraflow.sources.files:JsonlSource",
         "gsm8k": "astraflow.sources.gsm8k:Gsm8kSource",
+        "humaneval": "astraflow.sources.code.humaneval:HumanEvalSource",
+        "mbpp": "astraflow.sources.code.mbpp:MbppSource",
+        "programs": "astraflow.sources.code.programs:ProgramsSource",
+        "snippets": "astraflow.sources.code.snippets:SnippetsSource",
         "svamp": "astraflow.sources.svamp:SvampSource",
     },
     "workflows": {
@@ -40,6 +44,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "best_of_n": "astraflow.workflows.teams.best_of_n:BestOfN",
         "self_play": "astraflow.workflows.teams.self_play:SelfPlay",
         "recursive": "astraflow.workflows.teams.recursive:Recursive",
+        "coder_tester": "astraflow.workflows.teams.coder_tester:CoderTester",
         "swarm": "astraflow.workflows.elsewhere:Elsewhere",
     },
     "environments": {
@@ -49,6 +54,8 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "exact": "astraflow.rewards.exact:Exact",
         "sums": "astraflow.rewards.numbers:ShapedNumber",
         "gsm8k": "astraflow.rewards.numbers:ShapedGsm8k",
+        "calculation": "astraflow.rewards.calculation:Calculation",
+        "code": "astraflow.rewards.code:Code",
     },
     "operators": {
         "accept_all": "astraflow.dataflow.operators.source.accept_all:AcceptAll",
@@ -100,6 +107,8 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "local": "astraflow.engines.local:LocalEngine",
         "scripted": "astraflow.engines.scripted:ScriptedEngine",
         "vllm": "astraflow.engines.vllm.engine:VllmEngine",
+        "sglang": "astraflow.engines.sglang.engine:SglangEngine",
+        "remote": "astraflow.engines.remote.engine:RemoteEngine",
     },
     "tool_parsers": {
         "hermes": "astraflow.rollout.gateway.tools:HermesParser",
