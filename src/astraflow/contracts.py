@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -185,7 +185,7 @@ class Engine(Protocol):
 
 class SharesBase(Engine, Protocol):
     """An engine that can serve several policies whose versions are adapters on the weights that it was started with.
-    Its type is in `config.rooms.SHARES_BASE`."""
+    `config.checks.engines` says which types do."""
 
     def adapters(self, policies: int) -> list[Engine]:
         """An engine for each of so many policies, instead of itself and before anything else is asked of it. They have
@@ -249,8 +249,9 @@ class Game(Protocol):
 class RewardFunction(Protocol):
     """Grade one completion; None is "unscored", never 0."""
 
-    def __call__(self, completion: str, task: Task) -> float | Outcome | None:
-        """An Outcome when "success" is something else than a reward of 1, as with shaped rewards."""
+    def __call__(self, completion: str, task: Task) -> float | Outcome | Awaitable[float | Outcome | None] | None:
+        """An Outcome when "success" is something else than a reward of 1, as with shaped rewards. What takes longer
+        than a millisecond is a coroutine function: other episodes go on meanwhile."""
 
 
 class WeightStore(Protocol):

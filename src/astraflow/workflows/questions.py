@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import string
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -35,16 +36,17 @@ class Questions:
             known = ", ".join(map(str, task.fields))
             raise EpisodeError(f"task: workflow.prompt needs the field {error}; the task has {known}") from error
 
-    def outcome(self, answer: str, task: Task) -> float | Outcome | None:
+    async def outcome(self, answer: str, task: Task) -> float | Outcome | None:
         """What the reward function says. Raises: EpisodeError: it raised."""
         try:
-            return self._reward(answer, task)
+            said = self._reward(answer, task)
+            return await said if inspect.isawaitable(said) else said
         except Exception as error:
             raise EpisodeError(f"reward: {type(error).__name__}: {error}") from error
 
-    def grade(self, answer: str, task: Task) -> Grade:
+    async def grade(self, answer: str, task: Task) -> Grade:
         """The same as two numbers. Raises: EpisodeError: also for rewards by policy, which only a workflow can give."""
-        said = self.outcome(answer, task)
+        said = await self.outcome(answer, task)
         if not isinstance(said, Outcome):
             return Grade(said, float(said is not None and said >= 1))
         if isinstance(said.reward, dict):

@@ -31,4 +31,4 @@ class SingleTurn(ByRoles):
     async def __call__(self, task: Task, llm: Mapping[str, LLM]) -> float | Outcome | None:
         question = self._questions.ask(task)
         reply = await choose_policy(llm, self._policy).chat([*self._opening, user(question)])
-        return self._questions.outcome(reply.content or "", task)
+        return await self._questions.outcome(reply.content or "", task)

@@ -45,7 +45,7 @@ class ActorVerifier(ByRoles):
         for _ in range(self._attempts):
             reply = await llm[actor].chat(messages)
             answer = reply.content or ""
-            grades.append(self._questions.grade(answer, task))
+            grades.append(await self._questions.grade(answer, task))
             asked = self._check.replace("{question}", question).replace("{answer}", answer)
             accepted = (await said(llm[verifier], asked)).casefold().startswith(self._accept)
             verdicts.append(float(accepted == bool(grades[-1].success)))

@@ -55,7 +55,7 @@ class BestOfN(ByRoles):
             return answer, min(1.0, float(found[0]) / self._marks) if found is not None else 0.0
 
         answers = await asyncio.gather(*(judged(number) for number in range(1, self._n + 1)))
-        grades = [self._questions.grade(answer, task) for answer, _ in answers]
+        grades = await asyncio.gather(*(self._questions.grade(answer, task) for answer, _ in answers))
         best = max(range(self._n), key=lambda place: answers[place][1])
         rewards: dict[str, float | None] = {} if not self._by_judge else {judge: None}
         for number, ((_, mark), grade) in enumerate(zip(answers, grades, strict=True), 1):

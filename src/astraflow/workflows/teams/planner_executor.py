@@ -40,12 +40,12 @@ class PlannerExecutor(ByRoles):
         planner, executor = self.roles["planner"], self.roles["executor"]
         question = self._questions.ask(task)
         if not self._alone:
-            grade = self._questions.grade(await self._with_plan(question, llm), task)
+            grade = await self._questions.grade(await self._with_plan(question, llm), task)
             return Outcome(reward={planner: grade.reward, executor: grade.reward}, metrics={"success": grade.success})
         answers = await asyncio.gather(
             self._with_plan(question, llm), said(llm[executor], question, model=f"{executor}@alone")
         )
-        helped, alone = (self._questions.grade(answer, task) for answer in answers)
+        helped, alone = await asyncio.gather(*(self._questions.grade(answer, task) for answer in answers))
         if helped.reward is None or alone.reward is None:
             return Outcome()
         return Outcome(

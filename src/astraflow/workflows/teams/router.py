@@ -53,7 +53,7 @@ class Router(ByRoles):
             route = await said(llm[self.roles["router"]], self._route.replace("{question}", question))
             large = route.casefold().startswith(self._large)
         chosen = self.roles["large" if large else "small"]
-        grade = self._questions.grade(await said(llm[chosen], question), task)
+        grade = await self._questions.grade(await said(llm[chosen], question), task)
         if grade.reward is None:
             return Outcome()
         rewards: dict[str, float | None] = {chosen: grade.reward}

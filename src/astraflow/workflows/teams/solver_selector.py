@@ -43,7 +43,7 @@ class SolverSelector(ByRoles):
         question = self._questions.ask(task)
         agents = [f"{solver}@{number}" for number in range(1, self._candidates + 1)]
         answers = await asyncio.gather(*(said(llm[solver], question, model=agent) for agent in agents))
-        grades = [self._questions.grade(answer, task) for answer in answers]
+        grades = await asyncio.gather(*(self._questions.grade(answer, task) for answer in answers))
         listed = "\n".join(f"{number}) {answer}" for number, answer in enumerate(answers, 1))
         asked = self._select.replace("{question}", question).replace("{answers}", listed)
         found = _NUMBER.search(await said(llm[selector], asked))
