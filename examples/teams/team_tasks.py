@@ -1,11 +1,23 @@
 """Sums of one digit as plain text, what tiny models are shown of them, and a game: the tasks of this folder."""
 
+import asyncio
 import random
 
 
 def share_of_digits(completion, task):
     """How much of the reply is digits, 0 to 1."""
     return sum(c.isdigit() for c in completion) / max(1, len(completion))
+
+
+async def choir(task, llm):
+    """All policies at once, as many as there are; the one with number n earns the share of its letters in its reply."""
+
+    async def sing(name):
+        reply = await llm[name].chat([{"role": "user", "content": task["question"]}])
+        text = reply.content or ""
+        return name, sum(ord(c) % 8 == int(name[1:]) for c in text) / max(1, len(text))
+
+    return dict(await asyncio.gather(*map(sing, llm)))
 
 
 class Sums:

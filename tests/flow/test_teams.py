@@ -41,7 +41,7 @@ def test_a_team_trains_two_steps(path: Path, tmp_path: Path, run: Callable[..., 
     assert law_holds(summary["accounting"]) and summary["versions"] == dict.fromkeys(config.trained, 2)
     assert set(summary["policies"]) == (set(config.trained) if len(config.trained) > 1 else set())
     assert {log.name for log in (ended.directory / "logs").glob("trainer-*.log")} == {
-        f"trainer-{name}.log" for name in config.trained
+        f"trainer-{name}.log" for name in config.trainers
     }
 
 
@@ -57,5 +57,5 @@ def test_roles_of_one_base_publish_nothing_but_adapters(tmp_path: Path, run: Cal
 
 
 def test_the_files_are_short() -> None:
-    assert len(FILES) == 4
+    assert len(FILES) == 5
     assert {path.name: lines for path in FILES if (lines := len(path.read_text().splitlines())) > 45} == {}

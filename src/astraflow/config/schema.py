@@ -245,11 +245,28 @@ class RunConfig(Strict):
         """The policies that have a trainer."""
         return {name: policy for name, policy in self.policies.items() if policy.trained}
 
+    @property
+    def trainers(self) -> dict[str, list[str]]:
+        """Name of a trainer process -> the policies that it trains."""
+        found: dict[str, list[str]] = {}
+        for name, policy in self.trained.items():
+            found.setdefault(policy.trainer.process or name, []).append(name)
+        return found
+
     def base_of(self, policy: str) -> str:
         """The model that versions of a policy are of or rest on, as `models.registry.model_directory` knows it."""
-        section = self.policies[policy]
-        lora = (section if section.copy_of is None else self.policies[section.copy_of.policy]).lora
+        section, lora = self.policies[policy], self.lora_of(policy)
         return section.model if lora is None or lora.quantize == "none" else f"{lora.quantize}:{section.model}"
+
+    def lora_of(self, policy: str) -> LoraSection | None:
+        """The adapters that versions of a policy are; None: they are whole."""
+        section = self.policies[policy]
+        return (section if section.copy_of is None else self.policies[section.copy_of.policy]).lora
+
+    def pools_of(self, policy: str) -> frozenset[tuple[int, int]]:
+        """(every, number) of past versions of a policy that must stay for its copies, and for nodes that are late."""
+        copies = (section.copy_of for section in self.policies.values() if section.copy_of is not None)
+        return frozenset((copy.every, copy.keep + 1) for copy in copies if copy.policy == policy)
 
     def engines_of(self, node: str) -> dict[str, EngineSection]:
         """Policy -> what serves it on a node of this name, where that is not the policy's own engine."""

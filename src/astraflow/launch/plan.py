@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from astraflow.config.schema import RunConfig
+from astraflow.config.schema import RunConfig, TrainerSection
 
 Role = Literal["dataflow", "trainer", "node", "stage"]
 DATAFLOW = "dataflow"
@@ -14,7 +14,8 @@ TORCH_FREE_STAGES = ("reward_model",)
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process that the launcher keeps alive. `subject`: the policy of a trainer, the name of a node, the stage."""
+    """One process that the launcher keeps alive. `subject`: the policies of a trainer (with commas), the name of a
+    node, the stage."""
 
     name: str  # also the name of its log file
     role: Role
@@ -28,8 +29,8 @@ def plan_processes(config: RunConfig, cores: int) -> list[ProcessSpec]:
     """The dataflow service, trainers of policies, the nodes of `[[rollout.nodes]]`, the workers of stages."""
     threads = automatic_threads(config, cores)
     trainers = [
-        ProcessSpec(f"trainer-{name}", "trainer", name, policy.trainer.threads or threads)
-        for name, policy in config.trained.items()
+        ProcessSpec(f"trainer-{name}", "trainer", ",".join(policies), _trainer(config, policies).threads or threads)
+        for name, policies in config.trainers.items()
     ]
     nodes = [
         ProcessSpec(
@@ -47,6 +48,12 @@ def plan_processes(config: RunConfig, cores: int) -> list[ProcessSpec]:
 
 def automatic_threads(config: RunConfig, cores: int) -> int:
     """Cores divided by torch processes, at least 1: intra-op threads that have no core of their own spin and stall."""
-    num_torch = sum(policy.trainer.ranks for policy in config.trained.values()) + len(config.rollout.nodes)
+    num_torch = sum(_trainer(config, policies).ranks for policies in config.trainers.values())
+    num_torch += len(config.rollout.nodes)
     num_torch += sum(stage.workers for stage in config.stages.values() if stage.type not in TORCH_FREE_STAGES)
     return max(1, cores // max(1, num_torch))
+
+
+def _trainer(config: RunConfig, policies: list[str]) -> TrainerSection:
+    """What the policies of one process have in common."""
+    return config.policies[policies[0]].trainer

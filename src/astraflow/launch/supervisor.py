@@ -115,11 +115,12 @@ class Supervisor:
         return self._state.succeeded
 
     def _check_checkpoints(self) -> None:
+        processes = {policy: name for name, policies in self.config.trainers.items() for policy in policies}
         for policy in self.config.trained:
             steps = self.config.steps_of(policy)
             newest = self.directory.newest_checkpoint(policy)
             if newest is None or newest.name != f"step-{steps:06d}" or not self._state.succeeded:
-                log = self.directory.log(f"trainer-{policy}")
+                log = self.directory.log(f"trainer-{processes[policy]}")
                 raise LaunchError(
                     "last checkpoint", newest, f"is not that of step {steps} of {policy}",
                     f"its trainer did not end well, see {log}; then go on with --resume",
@@ -211,7 +212,7 @@ class Supervisor:
             return ["dataflow", str(self.directory.config_file), "--host", host, "--port", str(port), *where, *parent]
         common = ["--dataflow", _local(self.url or ""), "--threads", str(spec.threads), *parent]
         if spec.role == "trainer":
-            ranks = self.config.policies[spec.subject].trainer.ranks
+            ranks = self.config.policies[spec.subject.partition(",")[0]].trainer.ranks
             return ["trainer", "--policy", spec.subject, "--run-dir", here, "--ranks", str(ranks), *common]
         if spec.role == "stage":
             return ["stage", spec.subject, *common]

@@ -31,7 +31,6 @@ import sys
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +48,10 @@ from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.loop import Guarded, first_of, in_thread, run_loop
 from astraflow.rollout.pacing.concurrency import Concurrency, adapt
-from astraflow.rollout.policies import PolicyOptions, Weights, directory_of, served_here, start_policy
+from astraflow.rollout.policies import PolicyOptions, served_here
 from astraflow.rollout.pool import PoolLimits, WorkerPool
 from astraflow.rollout.runner import Runner, RunnerOptions
-from astraflow.rollout.served import ServedCheck
+from astraflow.rollout.serving.engines import Serving
 from astraflow.rollout.stats import NodeStats
 from astraflow.rollout.swarm.part import Return, Swarm, SwarmOptions
 from astraflow.rollout.swarm.trials import trial_options
@@ -60,7 +59,7 @@ from astraflow.rollout.worker.channel import Hello
 from astraflow.types import EpisodeLease, WeightVersion
 from astraflow.weights.client import ANNOUNCED_WAIT_S, WeightClient
 from astraflow.wire.app import bind, serve
-from astraflow.wire.messages import Join, RunReply
+from astraflow.wire.messages import EpisodesReply, Join, LeaseReply, RunReply
 from astraflow.wire.patience import FIRST_ANSWER_S, GONE_S, RETRY_S
 
 log = logging.getLogger("astraflow.node")
@@ -130,11 +129,10 @@ class _Node:
         self._id = f"{options.name}-{uuid.uuid4().hex[:12]}"
         self._client = DataflowClient(options.dataflow_url, options.token, give_up_s=min(RETRY_S, options.give_up_s))
         self._weight_client = WeightClient(options.token, wait_s=ANNOUNCED_WAIT_S, spool=options.cache / "spool")
-        self._weights: dict[str, Weights] = {}
-        self._followers: dict[str, list[Weights]] = {}  # policy -> what its versions go into: its own and copies
+        self._serving: Serving | None = None  # once the run is known
         self._reach = Reach(min(FIRST_ANSWER_S, options.give_up_s))
         self._engines: dict[str, str] = {}  # policy -> "<engine>@<node>"
-        self._committer = Committer(lambda episodes: self._client.commit(episodes, self._engines), self._reach)
+        self._committer = Committer(lambda done, more: self._client.exchange(done, self._engines, more), self._reach)
         self._leaving = asyncio.Event()
         self._closing = contextlib.AsyncExitStack()
         self._join: Join | None = None
@@ -160,16 +158,12 @@ class _Node:
             return
         config = served_here(RunConfig.model_validate(reply.config), self._options.name, self._options.engines)
         self._engines = {name: f"{engine_name(p.engine)}@{self._options.name}" for name, p in config.policies.items()}
-        for name, section in config.policies.items():
-            looks = config.weights.check and not section.frozen
-            check = ServedCheck(name, partial(self._model_directory, config, name)) if looks else None
-            every = 1 if section.copy_of is None else section.copy_of.every
-            self._weights[name] = Weights(name, self._weight_client, self._start_waiting, check, every)
-            followed = name if section.copy_of is None else section.copy_of.policy
-            self._followers.setdefault(followed, []).append(self._weights[name])
+        options = self._options
+        shared = PolicyOptions(options.cache, config.run.seed, self._id, options.concurrency, options.threads)
+        self._serving = Serving(config, shared, self._weight_client, self._start_waiting)
         heartbeat_s = await self._enter(reply)
         self.tasks.spawn("heartbeat loop", self._heartbeats(heartbeat_s))
-        local = await self._build(config)
+        local = await self._build(config, self._serving)
         self.tasks.spawn("commit loop", self._committer.run())
         for runner in self._runners:
             self.tasks.spawn("deadline loop", runner.keep_deadlines(self._options.limits.pulse_s))
@@ -201,24 +195,20 @@ class _Node:
         local = self._options.concurrency if self._options.workers else 0
         return local + (_swarm_section(config).max_episodes if self._options.door is not None else 0)
 
-    async def _build(self, config: RunConfig) -> Runner | None:
+    async def _build(self, config: RunConfig, serving: Serving) -> Runner | None:
         """Engines, gateway, workers, door; gives the runner of the workers.
 
         Raises: ModelError, AstraFlowError: one of them cannot be built.
         """
         options = self._options
-        shared = PolicyOptions(options.cache, config.run.seed, self._id, options.concurrency, options.threads)
-        endpoints = {}
-        for name, section in config.policies.items():
-            based = section.model_copy(update={"model": config.base_of(name)})
-            endpoints[name] = await start_policy(name, based, shared, self._weights[name])
-            self._closing.callback(endpoints[name].engine.close)
-        engines = {name: endpoint.engine for name, endpoint in endpoints.items()}
+        self._closing.callback(serving.close)
+        await serving.start()
+        endpoints, engines = serving.endpoints, serving.engines
         gateway = Gateway(endpoints, config.workflow.call_timeout_s)
-        for name, engine in engines.items():
+        for name, engine, weights in serving.pairs():
             self.tasks.spawn(f"engine of {name}", _raise_when_ended(engine))
             if not config.policies[name].frozen:
-                self.tasks.spawn(f"weight loop of {name}", self._weights[name].follow(engine))
+                self.tasks.spawn(f"weight loop of {name}", weights.follow(engine))
         pool = await self._start_workers(config, gateway, list(engines)) if options.workers else None
         most = config.dataflow.max_episode_tokens
         local = None
@@ -228,12 +218,12 @@ class _Node:
             plays = RunnerOptions(self._id, load.limit, options.delay_s, most, step_timeout_s=step_s)
             local = Runner(plays, gateway, engines, pool, self._committer.add, self._announced)
             if load.adapts:
-                self.tasks.spawn("concurrency loop", adapt(load, local, list(engines.values())))
+                self.tasks.spawn("concurrency loop", adapt(load, local, [engine for _, engine, _ in serving.pairs()]))
         self._runners = [] if local is None else [local]
         if options.door is not None:
             self._swarm = self._open_door(config, options.door, gateway, endpoints)
             self._runners.append(self._swarm.runner)
-        self._stats.watch(engines, gateway, self._runners, pool, self._weights, self._swarm)
+        self._stats.watch(serving, gateway, self._runners, pool, self._swarm)
         return local
 
     async def _start_workers(self, config: RunConfig, gateway: Gateway, policies: list[str]) -> WorkerPool:
@@ -267,10 +257,8 @@ class _Node:
         return swarm
 
     def _announced(self, policy: str) -> int:
-        return self._weights[policy].announced
-
-    def _model_directory(self, config: RunConfig, policy: str) -> Path:
-        return directory_of(config.base_of(policy), self._options.cache, config.run.seed)
+        assert self._serving is not None
+        return self._serving.announced(policy)
 
     async def _serve_http(self, gateway: Gateway) -> str:
         """The gateway for agents with a client of their own; gives their base URL."""
@@ -291,9 +279,8 @@ class _Node:
             runner.start_waiting()
 
     def _hear(self, versions: Mapping[str, WeightVersion], finished: bool) -> None:
-        for name, version in versions.items():
-            for weights in self._followers.get(name, ()):
-                weights.announce(version)
+        if self._serving is not None:
+            self._serving.hear(versions)
         if finished and not self._finished:
             log.info("the run is over")
             self._finished = True
@@ -342,13 +329,14 @@ class _Node:
         """As many as there are free places and clients that ask."""
         while not self._finished:
             count = await self._room(local, swarm)
-            await self._committer.settled()  # what has ended and is not committed counts as held
+            reply: EpisodesReply | LeaseReply | None = await self._committer.exchange(count)  # what has ended was held
             request_id = uuid.uuid4().hex  # a request whose answer is lost is asked again, and gets the same leases
             try:
-                reply = await self._reach.ask(
-                    "leases",
-                    lambda: self._client.lease(self._id, count, wait_s=POLL_S, request_id=request_id),  # noqa: B023
-                )
+                if reply is None or not (reply.leases or reply.finished):
+                    reply = await self._reach.ask(
+                        "leases",
+                        lambda: self._client.lease(self._id, count, wait_s=POLL_S, request_id=request_id),  # noqa: B023
+                    )
             except WireError as error:
                 await self._refused(error)
             else:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,8 @@ from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.gateway.tools import parser_for
 from astraflow.rollout.loop import in_thread
 from astraflow.rollout.served import ServedCheck
-from astraflow.types import WeightVersion
+from astraflow.rollout.serving.past import Past
+from astraflow.types import Adapter, WeightVersion
 from astraflow.weights.client import Fetched, WeightClient
 
 log = logging.getLogger("astraflow.node")
@@ -54,12 +55,12 @@ class Weights:
 
     def __init__(
         self, policy: str, client: WeightClient, on_version: Callable[[], None], check: ServedCheck | None = None,
-        every: int = 1,
+        past: Past | None = None,
     ) -> None:  # fmt: skip
-        """`on_version` is called when another version is in force. `check`: looks at every one that is. `every`: only a
-        version that is so many above the one before is taken."""
+        """`on_version` is called when another version is in force. `check`: looks at every one that is. `past`: which
+        is taken instead of the newest."""
         self._policy, self._client, self._on_version, self.check = policy, client, on_version, check
-        self._every = every
+        self._past = past
         self._newest = self._announced = WeightVersion(policy, -1)
         self._news = asyncio.Event()
         self._held: Fetched | None = None  # what the next delta is applied to
@@ -74,12 +75,12 @@ class Weights:
         """There is this version (older ones, and those known already, change nothing)."""
         if newest.version >= self._newest.version:
             self._newest = newest
-        if 0 <= self._announced.version < newest.version < self._announced.version + self._every:
-            return
-        if newest.version > self._announced.version or (
-            newest.version == self._announced.version and newest.urls != self._announced.urls
+        wanted = newest if self._past is None else self._past.of(newest)
+        if wanted is not None and (
+            wanted.version > self._announced.version
+            or (wanted.version == self._announced.version and wanted.urls != self._announced.urls)
         ):
-            self._announced = newest
+            self._announced = wanted
             self._news.set()
 
     async def fetch_newer(self, version: int) -> Fetched:
@@ -107,7 +108,7 @@ class Weights:
                 # Of a policy whose versions travel whole, a copy in host memory would be of no use.
                 self._held = fetched if version < 0 or fetched.held.manifest.delta is not None else None
                 return fetched
-            if self._every > 1:  # the one that was wanted may be gone by now
+            if self._past is not None:  # the one that was wanted may be gone by now, or never have been here
                 self._announced = self._newest
             try:
                 await asyncio.wait_for(self._news.wait(), pause_s)
@@ -152,9 +153,12 @@ def served_here(config: RunConfig, node: str, given: Mapping[str, EngineSection]
     return config.model_copy(update={"policies": policies})
 
 
-async def start_policy(name: str, section: PolicySection, options: PolicyOptions, weights: Weights) -> PolicyEndpoint:
-    """The engine and chat template of a policy. Its model comes from the cache or disk, else from the weight store.
+async def start_policy(
+    name: str, section: PolicySection, options: PolicyOptions, weights: Weights, engines: Sequence[Engine] | int = 1
+) -> PolicyEndpoint:
+    """The engines and chat template of a policy. Its model comes from the cache or disk, else from the weight store.
 
+    Args: engines: they are there already, or how many to start.
     Raises: ModelError: the model cannot be used.
     """
     try:
@@ -167,15 +171,16 @@ async def start_policy(name: str, section: PolicySection, options: PolicyOptions
             ) from error  # fmt: skip
         log.info("%s; waiting for the published files of %s instead", error, name)
     else:
-        endpoint = await in_thread(lambda: _endpoint(name, section, options, directory), f"engine-{name}")
+        endpoint = await in_thread(lambda: _endpoint(name, section, options, directory, engines), f"engine-{name}")
         if section.frozen:
-            await asyncio.wrap_future(await in_thread(lambda: _load(endpoint.engine, directory), f"weights-{name}"))
+            load = _load if isinstance(engines, int) else _load_base
+            await asyncio.wrap_future(await in_thread(lambda: load(endpoint.engine, directory), f"weights-{name}"))
         return endpoint
     fetched = await weights.fetch_newer(-1)
     with tempfile.TemporaryDirectory(prefix=f"astraflow-{name}-") as place:
         published = Path(place)
         await in_thread(lambda: _write(fetched, published, name, section.model), f"model-{name}")
-        return await in_thread(lambda: _endpoint(name, section, options, published), f"engine-{name}")
+        return await in_thread(lambda: _endpoint(name, section, options, published, engines), f"engine-{name}")
 
 
 def _load(engine: Engine, directory: Path) -> Future[int]:
@@ -183,6 +188,13 @@ def _load(engine: Engine, directory: Path) -> Future[int]:
     from astraflow.models.load import load_model, state_tensors  # loads torch
 
     return engine.load_weights(0, state_tensors(load_model(directory)))
+
+
+def _load_base(engine: Engine, directory: Path) -> Future[int]:
+    """The same for an engine that has the base, on which others have adapters."""
+    from astraflow.models.load import content_checksum  # loads torch
+
+    return engine.load_weights(0, {}, Adapter(1.0, content_checksum(directory)))
 
 
 def directory_of(model: str, cache: Path, seed: int) -> Path:
@@ -205,19 +217,33 @@ def _write(fetched: Fetched, directory: Path, name: str, model: str) -> None:
     save_file(dict(fetched.tensors), directory / "model.safetensors", {"format": "pt"})
 
 
-def _endpoint(name: str, section: PolicySection, options: PolicyOptions, directory: Path) -> PolicyEndpoint:
-    where = f"policies.{name}"
+def _endpoint(
+    name: str, section: PolicySection, options: PolicyOptions, directory: Path, engines: Sequence[Engine] | int
+) -> PolicyEndpoint:
     chat = ChatTokenizer(directory)
+    if isinstance(engines, int):
+        engines = [start_engine(name, section, options, directory) for _ in range(engines)]
+    parser = parser_for(section.tool_parser, chat, f"policies.{name}.tool_parser")
+    return PolicyEndpoint(engines[0], chat, parser, None, section.sampling.agents_choose, engines[1:])
+
+
+def start_engine(
+    name: str, section: PolicySection, options: PolicyOptions, directory: Path | str, policies: int = 1
+) -> Engine:
+    """An engine for `policies` policies, of which `name` is one. `directory`: of the model, or its name at a service.
+
+    Raises: ModelError: the model cannot be used. Problem: an option is out of its range.
+    """
     given = {
-        "max_concurrency": options.concurrency,
+        "max_concurrency": options.concurrency * policies,
         "threads": options.threads,
         # Two nodes (or two lives of one) must not sample the same noise for siblings of one group.
         "seed": options.seed * 1_000_003 + zlib.crc32(options.node_id.encode()),
     }
     settings = {**given, **section.engine.options}
     try:
-        engine: Engine = build("engines", section.engine.type, settings, f"{where}.engine", model_dir=directory)
+        where = f"policies.{name}.engine"
+        engine: Engine = build("engines", section.engine.type, settings, where, model_dir=directory)
     except EngineError as error:  # an option out of its range will be that at every start
         raise Problem(f"policies.{name}.{error.thing}", error.value, error.rule, error.fix) from error
-    parser = parser_for(section.tool_parser, chat, f"{where}.tool_parser")
-    return PolicyEndpoint(engine, chat, parser, agents_choose=section.sampling.agents_choose)
+    return engine

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from astraflow.contracts import Engine
 from astraflow.rollout.commit import Committer
 from astraflow.rollout.gateway.core import Gateway
-from astraflow.rollout.policies import Weights
 from astraflow.rollout.pool import WorkerPool
 from astraflow.rollout.runner import Runner
+from astraflow.rollout.serving.engines import Serving
 from astraflow.rollout.swarm.part import Swarm
 
 
@@ -29,28 +28,32 @@ class NodeStats:
 
     def __init__(self, committer: Committer) -> None:
         self._committer = committer
-        self._engines: Mapping[str, Engine] = {}
-        self._parts: tuple[Gateway, Sequence[Runner], WorkerPool | None, Mapping[str, Weights]] | None = None
+        self._serving: Serving | None = None
+        self._parts: tuple[Gateway, Sequence[Runner], WorkerPool | None] | None = None
         self._swarm: Swarm | None = None
         self._cpu_at_start = time.thread_time()
         self._since = time.monotonic()
 
     def watch(
         self,
-        engines: Mapping[str, Engine],
+        serving: Serving,
         gateway: Gateway,
         runners: Sequence[Runner],
         pool: WorkerPool | None,
-        weights: Mapping[str, Weights],
         swarm: Swarm | None = None,
     ) -> None:
         """The parts are there now. Call it and `read` on the loop's thread."""
-        self._engines, self._parts, self._swarm = engines, (gateway, runners, pool, weights), swarm
+        self._serving, self._parts, self._swarm = serving, (gateway, runners, pool), swarm
         self._cpu_at_start = time.thread_time()
 
     def versions(self) -> dict[str, int]:
-        """Policy -> version in force."""
-        return {name: engine.version for name, engine in self._engines.items()}
+        """Policy -> newest version in force."""
+        if self._serving is None:
+            return {}
+        versions: dict[str, int] = {}
+        for name, engine, _ in self._serving.pairs():
+            versions[name] = max(versions.get(name, -1), engine.version)
+        return versions
 
     def notes(self) -> dict[str, str]:
         """For people: the version of the workflow's code, and why the newest edit is not played."""
@@ -59,15 +62,17 @@ class NodeStats:
 
     def read(self) -> dict[str, float]:
         """The values now; empty while the node is being built."""
-        if self._parts is None:
+        if self._parts is None or self._serving is None:
             return {}
-        gateway, runners, pool, weights = self._parts
+        gateway, runners, pool = self._parts
+        served = list(self._serving.pairs())
+        weights = [each for _, _, each in served]
         stats: dict[str, float] = {}
-        for engine in self._engines.values():
+        for _, engine, _ in served:
             for name, value in engine.stats().items():
                 stats[name] = max(stats.get(name, 0.0), value) if name == "kv_usage" else stats.get(name, 0.0) + value
-        stats["busy_s"] = stats.get("busy_s", 0.0) / max(1, len(self._engines))
-        for check in (each.check for each in weights.values() if each.check is not None):
+        stats["busy_s"] = stats.get("busy_s", 0.0) / max(1, len(served))
+        for check in (each.check for each in weights if each.check is not None):
             for name, count in check.counts.items():
                 stats[name] = stats.get(name, 0.0) + count
         stats.update(gateway.stats())
@@ -86,7 +91,7 @@ class NodeStats:
             workers_restarted=float(pool.num_restarts if pool is not None else 0),
             edits=float(pool.num_edits if pool is not None else 0),
             edits_refused=float(pool.num_refused_edits if pool is not None else 0),
-            weight_failures=float(sum(w.num_failures for w in weights.values())),
+            weight_failures=float(sum(w.num_failures for w in weights)),
             unreachable=float(self._committer.reach.num_failures),
         )
         return stats | (self._swarm.stats() if self._swarm is not None else {})

@@ -52,9 +52,10 @@ from astraflow.training.reference import KlPenalty, check_tokens, load_reference
 from astraflow.training.saver import Saver
 from astraflow.training.sft import Company, warm_start
 from astraflow.training.step import StepCounts, Stepper, StepSettings
+from astraflow.training.together.bases import Bases
 from astraflow.training.trained import load_trained
 from astraflow.types import EffectiveWeights
-from astraflow.weights.store import FileStore
+from astraflow.weights.store import FileStore, Pins
 
 SMALL_PARAMETERS = 5_000_000  # below this a second intra-op thread costs more than it computes
 
@@ -72,11 +73,13 @@ class Learner:
         threads: int = 0,
         should_stop: Callable[[], bool] = lambda: False,
         ranks: Ranks = ALONE,
+        bases: Bases | None = None,
     ) -> None:
         """Load the newest checkpoint of `run_dir`, or the model of the run file, warm start included.
 
         Args: threads: intra-op threads; 0: as the run file says. should_stop: True ends a step with StepInterrupted.
-        ranks: each of them makes a learner, and calls it as the others do. Rank 0 publishes.
+        ranks: each of them makes a learner, and calls it as the others do. Rank 0 publishes. bases: of a process that
+        trains several policies.
         Raises: ConfigError: options of the loss. ModelError, TrainingError: what cannot be loaded.
         """
         self.config, self.policy = config, policy
@@ -92,7 +95,7 @@ class Learner:
         resumed = _newest(self.root, ranks)
         if resumed is not None:
             check_same_model(resumed, policy, self._directory)
-        self._load_model(resumed, run_dir / "adapters" / policy)
+        self._load_model(resumed, run_dir / "adapters" / policy, bases)
         if not threads and not self.section.trainer.threads and self.model.num_parameters() < SMALL_PARAMETERS:
             torch.set_num_threads(1)
         self.version = 0
@@ -103,10 +106,11 @@ class Learner:
             self.section.sampling.temperature, self.section.trainer.max_logprob_gap, config.run.seed,
         )  # fmt: skip
         # A warm start makes version 0 here and nowhere else: it is what stages take as the reference model.
-        pinned = (0,) if self.section.warm_start is not None else ()
+        first = frozenset({0} if self.section.warm_start is not None else ())
+        pins = Pins(first, config.pools_of(policy))
         kept = config.weights
         self.store = FileStore(
-            run_dir / "weights", policy, keep=kept.keep, full_every=kept.full_every, durable=False, pinned=pinned
+            run_dir / "weights", policy, keep=kept.keep, full_every=kept.full_every, durable=False, pins=pins
         )
         self._publisher = publisher_for(self.store, deltas=kept.deltas, sharded=ranks.many, leads=ranks.leads)
         self._saver = Saver(self.root, ranks, config.run.keep_checkpoints)
@@ -122,9 +126,9 @@ class Learner:
         with naming_memory(policy, self.section):
             self.stepper.penalty = self._penalty()
 
-    def _load_model(self, resumed: Path | None, adapters: Path) -> None:
+    def _load_model(self, resumed: Path | None, adapters: Path, bases: Bases | None) -> None:
         with naming_memory(self.policy, self.section):
-            self.trained = load_trained(self.section, self._directory, resumed, adapters, self._ranks)
+            self.trained = load_trained(self.section, self._directory, resumed, adapters, self._ranks, bases)
         self.model = self.trained.model
         freeze(self.model, self.section.trainer.frozen)
         self._cost = StepCost(self.model)
@@ -341,5 +345,5 @@ def _made(room: str, spec: Component, where: str) -> Any:
 
 
 def _automatic_threads(config: RunConfig) -> int:
-    num_ranks = sum(policy.trainer.ranks for policy in config.trained.values())
+    num_ranks = sum(config.policies[policies[0]].trainer.ranks for policies in config.trainers.values())
     return max(1, (os.cpu_count() or 1) // (num_ranks + len(config.rollout.nodes)))

@@ -19,7 +19,8 @@ from astraflow.models.lora.layers import add_lora, effective_tensors, load_lora,
 from astraflow.models.lora.merge import merged_weight
 from astraflow.training.checkpoint import ADAPTER, TrainingState, model_files, write_adapter
 from astraflow.training.parallel.loading import open_model
-from astraflow.training.parallel.ranks import ALONE, Ranks
+from astraflow.training.parallel.ranks import ALONE, Ranks, device_of
+from astraflow.training.together.bases import Bases
 from astraflow.types import Adapter
 
 Tensors = Mapping[str, torch.Tensor]
@@ -60,16 +61,18 @@ class Trained(Protocol):
 
 
 def load_trained(
-    section: PolicySection, directory: Path, resumed: Path | None, place: Path, ranks: Ranks = ALONE
-) -> Trained:
+    section: PolicySection, directory: Path, resumed: Path | None, place: Path, ranks: Ranks = ALONE,
+    bases: Bases | None = None,
+) -> Trained:  # fmt: skip
     """The model of a policy, as the checkpoint `resumed` left it if there is one.
 
-    Args: directory: the policy's model. place: where the published files of an adapter are written, by rank 0.
+    Args: directory: the policy's model. place: where the published files of an adapter are written, by rank 0. bases:
+    what adapters of this process rest on; None: on a model of their own.
     Raises: ModelError, TrainingError: what cannot be loaded.
     """
     if section.lora is None:
         return WholeModel(resumed or directory, directory, section.trainer.dtype, ranks)
-    return AdapterOnly(section, directory, resumed, place, ranks)
+    return AdapterOnly(section, directory, resumed, place, ranks, bases)
 
 
 class WholeModel:
@@ -122,10 +125,16 @@ class AdapterOnly:
     """A LoRA adapter in float32 on the weights of the run file's model, which stay as they are."""
 
     def __init__(
-        self, section: PolicySection, directory: Path, resumed: Path | None, place: Path, ranks: Ranks
+        self, section: PolicySection, directory: Path, resumed: Path | None, place: Path, ranks: Ranks,
+        bases: Bases | None,
     ) -> None:  # fmt: skip
         assert section.lora is not None
-        self.model, self.source = open_model(directory, ranks), directory
+        self.source = directory
+        if bases is None:
+            self.model = open_model(directory, ranks)
+        else:
+            packed, device = section.lora.quantize == "nf4", device_of(section.trainer.device)
+            self.model = bases.open(directory, packed=packed, device=device)
         targets = add_lora(self.model, section.lora)
         if ranks.leads:
             write_adapter_files(place, section.lora, targets, section.model, content_checksum(directory))

@@ -1,4 +1,4 @@
-"""The trainer of one policy: pull a batch, take a step, publish the next version, acknowledge.
+"""The trainer of a policy: pull a batch, take a step, publish the next version, acknowledge.
 
 ```
             ┌────────────────────────────────── one step ──────────────────────────────────┐
@@ -19,6 +19,8 @@
 What it says to the dataflow service, and how long it waits for one that is away, is `feed.session`: any other trainer
 does the same. A stop signal ends every wait.
 
+Several policies may share the process (`together`): then each has a main thread of its own.
+
 Of several ranks, each holds a part of the model (`parallel`). Rank 0 is as above and tells the others each batch; they
 do the same steps and checkpoints with it, and end with it.
 `kill -9` at any point: a new process loads the newest checkpoint, is served the batches after it again, and publishes
@@ -32,6 +34,7 @@ import logging
 import math
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -45,6 +48,8 @@ from astraflow.training.feed.session import Interrupted, TrainerSession
 from astraflow.training.learner import Learner
 from astraflow.training.parallel.ranks import ALONE, RankPlace, Ranks, joined
 from astraflow.training.step import StepInterrupted
+from astraflow.training.together.bases import Bases
+from astraflow.training.together.policies import train_all
 from astraflow.types import BatchHeader
 from astraflow.weights.server import ServerProcess, start_server
 
@@ -53,50 +58,77 @@ END, WAIT = b"", b"wait"  # what rank 0 tells the others beside batches
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Together:
+    """What the policies of one process share."""
+
+    stop: threading.Event
+    ranks: Ranks = ALONE  # of several policies always this
+    bases: Bases | None = None  # None: one policy alone
+    turn: threading.Lock = field(default_factory=threading.Lock)  # whoever computes has it
+    servers: list[ServerProcess] = field(default_factory=list)  # of weights: one, once it is started
+
+
 def run_trainer(
     dataflow: str, policy: str, run_dir: Path, *, threads: int = 0, token: str | None = None,
     place: RankPlace | None = None,
 ) -> int:  # fmt: skip
-    """Train `policy` of the run served at `dataflow` until its last step; 0 when the run is over.
+    """Train `policy` (several with commas between them) of the run served at `dataflow` until its last step; 0 when the
+    run is over.
 
     SIGTERM or Ctrl-C: a checkpoint of the last version is written, then it ends, also with 0.
 
     Args: run_dir: where weights and checkpoints lie; a checkpoint found there is continued. threads: 0: as the run
     file says. place: which of several ranks this is; all of them see the same `run_dir`. None: the only one.
-    Raises: AstraFlowError: what went wrong, also when a newer trainer of the policy took over (WireError, status 409).
+    Raises: AstraFlowError: what went wrong, also when a newer trainer of a policy took over (WireError, status 409).
     """
+    policies = policy.split(",")
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_signals())
         ranks = ALONE if place is None else stack.enter_context(joined(place))
         stack.enter_context(ranks.watched())
+        together = Together(stop, ranks, Bases() if len(policies) > 1 else None)
+        stack.callback(lambda: [server.stop() for server in together.servers])
         if not ranks.leads:
             _follow(policy, run_dir, threads, stop, ranks)
-            return 0
+        elif len(policies) == 1:
+            _train(dataflow, policy, run_dir, threads, token, together)
+        else:
+            train_all(policies, lambda each: _train(dataflow, each, run_dir, threads, token, together), stop)
+    return 0
+
+
+def _train(dataflow: str, policy: str, run_dir: Path, threads: int, token: str | None, together: Together) -> None:
+    """One policy, from its newest checkpoint to its last step."""
+    stop, ranks = together.stop, together.ranks
+    with contextlib.ExitStack() as stack:
         try:
             session = stack.enter_context(TrainerSession(dataflow, policy, token=token, stop=stop))
             config, run = session.config, session.run
             if run.finished and latest_checkpoint(run_dir / "checkpoints" / policy, config.steps_of(policy)):
                 log.info("run %s is over", run.run)
                 ranks.tell(END)
-                return 0
+                return
             ranks.tell(resolved_json(config).encode())
-            # Before the warm start: with version 0, nodes must not wait for it.
-            server = start_server(run_dir / "weights", config.weights.host, config.weights.port, token)
-            stack.callback(server.stop)
-            learner = Learner(config, policy, run_dir, threads, stop.is_set, ranks)
+            with together.turn:
+                # Before the warm start: with version 0, nodes must not wait for it.
+                if not together.servers:
+                    weights = config.weights
+                    together.servers.append(start_server(run_dir / "weights", weights.host, weights.port, token))
+                server = together.servers[0]
+                learner = Learner(config, policy, run_dir, threads, stop.is_set, ranks, together.bases)
             stack.callback(learner.close)
             there = announced(server, policy, config.weights, dataflow)
             session.mirror(learner.store)
             session.resume(learner.version, (learner.store.url, there))
         except StepInterrupted:
-            return 0
+            return
         except Interrupted:
             ranks.tell(END)
-            return 0
+            return
         settle_memory()
-        Trainer(session, learner, server, stop, ranks).loop()
+        Trainer(session, learner, server, together).loop()
         session.wait_until_finished()
-    return 0
 
 
 def _follow(policy: str, run_dir: Path, threads: int, stop: threading.Event, ranks: Ranks) -> None:
@@ -122,11 +154,10 @@ class Trainer:
     """The loop between a `Learner` and the dataflow service."""
 
     def __init__(
-        self, session: TrainerSession, learner: Learner, server: ServerProcess, stop: threading.Event,
-        ranks: Ranks = ALONE,
+        self, session: TrainerSession, learner: Learner, server: ServerProcess, together: Together
     ) -> None:  # fmt: skip
-        self._session, self._learner, self._server, self._stop = session, learner, server, stop
-        self._ranks = ranks
+        self._session, self._learner, self._server = session, learner, server
+        self._stop, self._ranks, self._turn = together.stop, together.ranks, together.turn
         self._told = -1  # version of the last checkpoint that was announced
         session.stats |= {"version": float(learner.version), "steps": 0.0, "wait_s": 0.0, "busy_s": 0.0, "tokens": 0.0}
 
@@ -156,10 +187,13 @@ class Trainer:
             waited = time.perf_counter() - begin
             if self._ranks.many:
                 self._tell(_as_bytes(table))
-            metrics = learner.train(table)
-            if self._server.ensure():
-                log.warning("the weights server had died and was started again at %s", self._server.url)
-            self._acknowledge(header, metrics, waited, time.perf_counter() - begin)
+            asked = time.perf_counter()
+            with self._turn:
+                turned = time.perf_counter() - asked
+                metrics = learner.train(table)
+                if self._server.ensure():
+                    log.warning("the weights server had died and was started again at %s", self._server.url)
+            self._acknowledge(header, metrics, waited + turned, time.perf_counter() - begin)
             self._announce_checkpoint()
             if learner.version % run.checkpoint_every == 0:
                 learner.save()

@@ -65,11 +65,31 @@ def cheapest(infos: Mapping[int, VersionInfo], held: int, wanted: int) -> Route 
         nbytes, version = nbytes + info.delta_nbytes, info.base
 
 
-def retained(infos: Mapping[int, VersionInfo], keep: int, wanted: Collection[int] = ()) -> set[int]:
-    """Versions that stay: the newest `keep` (0: all), those `wanted` by a reader, and what each of them rests on."""
+class Pins(NamedTuple):
+    """Versions that stay beside the newest ones: some for good, and a pool of past ones, evenly apart."""
+
+    always: frozenset[int] = frozenset()
+    pools: frozenset[tuple[int, int]] = frozenset()  # (every, count): the newest `count` multiples of `every`
+
+    def of(self, versions: Collection[int]) -> set[int]:
+        """Those of `versions`."""
+        found = set(self.always & set(versions))
+        for every, count in self.pools:
+            found |= set(sorted(version for version in versions if version % every == 0)[-count:])
+        return found
+
+
+NO_PINS = Pins()
+
+
+def retained(
+    infos: Mapping[int, VersionInfo], keep: int, wanted: Collection[int] = (), pins: Pins = NO_PINS
+) -> set[int]:
+    """Versions that stay: the newest `keep` (0: all), those `wanted` by a reader or pinned, and what each of them rests
+    on."""
     newest = sorted(infos)[-keep:]
     stay: set[int] = set()
-    for version in {*newest, *wanted} & infos.keys():
+    for version in {*newest, *wanted, *pins.of(infos)} & infos.keys():
         at = version
         while at in infos and at not in stay:
             stay.add(at)

@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -41,8 +41,10 @@ from astraflow.weights.manifest import (
     is_policy_name,
     read_manifest,
 )
-from astraflow.weights.plan import VersionInfo, cheapest, full_is_due, retained
+from astraflow.weights.plan import NO_PINS, Pins, VersionInfo, cheapest, full_is_due, retained
 from astraflow.weights.tensors import raw_tensors
+
+__all__ = ["NO_PINS", "FileStore", "Pins"]
 
 
 class FileStore:
@@ -52,19 +54,19 @@ class FileStore:
     is a delta on them. 0: all stay. full_every: one version in so many carries all its tensors, the others may be
     deltas only. durable: wait for the disk before a version becomes visible. Without it a power cut (never a killed
     process) can leave a torn newest version, which readers refuse by checksum and the next publish of that version
-    replaces. pinned: versions that stay as long as the store.
+    replaces. pins: versions that stay for longer.
     """
 
     def __init__(
         self, root: Path, policy: str, *, keep: int = 0, full_every: int = 50, durable: bool = True,
-        pinned: Collection[int] = (),
+        pins: Pins = NO_PINS,
     ) -> None:  # fmt: skip
         if not is_policy_name(policy):
             raise WeightError(
                 "policy", policy, "is not a policy name", "use letters, digits, '_', '.', '-', a letter first"
             )
         self.policy, self.keep, self.full_every, self.durable = policy, keep, full_every, durable
-        self.pinned = frozenset(pinned)
+        self.pins = pins
         self.directory = Path(root).absolute() / policy
         self.num_kept_existing = 0  # publishes that found other content under their version and kept it
         self._thread_lock = threading.Lock()
@@ -302,7 +304,7 @@ class FileStore:
         """`newest`: the one that just came; of a trainer that trains again, it is an old one."""
         infos, gone = self.infos(), list[Path]()
         with contextlib.suppress(BlockingIOError), retiring(self.directory) as read_now:  # leases that ran out go, too
-            stay = retained(infos, self.keep, read_now | self.pinned | {newest})
+            stay = retained(infos, self.keep, read_now | {newest}, self.pins)
             gone = self._out_of_sight(version for version in self.versions() if version not in stay)
         for directory in gone:
             shutil.rmtree(directory, ignore_errors=True)

@@ -50,3 +50,22 @@ def test_ranks_of_whole_models_are_fine():
     trainer = {"ranks": 6, "context_parallel": 3}
     config = check_run(_raw(trainer=trainer, algorithm={"loss": "m2po", "kl": {}}), "run file")
     assert config.policies["actor"].trainer.ranks == 6
+
+
+@pytest.mark.parametrize(
+    ("trainer", "named"),
+    [
+        ({"ranks": 2}, r"policies.b.trainer.ranks=2 cannot be with policies.b.trainer.process='both'"),
+        (
+            {"threads": 3},
+            r"policies.b.trainer.threads=3 must be that of policies.actor, 0, which is trained",
+        ),
+    ],
+)
+def test_policies_of_one_process_have_its_threads_and_no_ranks(trainer, named):
+    raw = _raw(trainer={"process": "both"})
+    raw["policies"]["b"] = {"model": "tiny-char", "trainer": {"process": "both", **trainer}}
+    with pytest.raises(ConfigError, match=named):
+        check_run(raw, "run file")
+    raw["policies"]["b"]["trainer"]["process"] = "other"
+    assert check_run(raw, "run file").trainers == {"both": ["actor"], "other": ["b"]}

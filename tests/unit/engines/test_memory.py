@@ -113,7 +113,8 @@ def test_a_swap_while_a_long_prompt_is_read(endless_dir: Path, keep: bool) -> No
     done = run(decoder)
     gap = np.abs(done["long"].logprobs - fresh_logprobs(model, long, done["long"], 1.0)).max()
     assert gap < TOLERANCE if not keep else gap > 100 * TOLERANCE
-    assert decoder._shelf.holds((0, 1), np.array(long[:-1], np.int32)) is not keep, "what two versions computed was shelved"
+    shelved = decoder._shelf.holds((0, 1), np.array(long[:-1], np.int32))
+    assert shelved is not keep, "what two versions computed was shelved"
 
 
 def test_a_waiting_or_half_read_request_can_be_cancelled(endless_dir: Path) -> None:

@@ -36,3 +36,16 @@ def test_moments_of_nodes_are_kept() -> None:
     nodes = [{"name": "a", "start_after_s": 5.0, "kill_after_s": 7.0, "threads": 4}]
     spec = plan_processes(config(nodes=nodes), cores=2)[-1]
     assert (spec.start_after_s, spec.kill_after_s, spec.threads) == (5.0, 7.0, 4)
+
+
+def test_policies_that_name_one_process_are_trained_by_it() -> None:
+    made = config()
+    raw = made.model_dump()
+    raw["policies"] = {name: {"model": "tiny-char", "trainer": {"process": "both"}} for name in ("actor", "verifier")}
+    raw["policies"]["judge"] = {"model": "tiny-char"}
+    shared = RunConfig.model_validate(raw)
+    trainers = [spec for spec in plan_processes(shared, cores=8) if spec.role == "trainer"]
+    assert [(spec.name, spec.subject) for spec in trainers] == [
+        ("trainer-both", "actor,verifier"), ("trainer-judge", "judge"),
+    ]  # fmt: skip
+    assert [spec.threads for spec in trainers] == [2, 2], "cores are divided by processes: two trainers, two nodes"

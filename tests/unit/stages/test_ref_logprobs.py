@@ -19,6 +19,7 @@ from astraflow.models.tiny_char import write_tiny_char
 from astraflow.stages.context import StageRun, build_stage
 from astraflow.testing.dataflow import small_config
 from astraflow.types import WeightVersion
+from astraflow.weights.plan import Pins
 from astraflow.weights.store import FileStore
 
 
@@ -95,7 +96,7 @@ def test_after_a_warm_start_the_reference_is_version_0(directory: Path, tmp_path
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    store = FileStore(tmp_path, "actor", keep=1, durable=False, pinned=(0,))
+    store = FileStore(tmp_path, "actor", keep=1, durable=False, pins=Pins(frozenset({0})))
     store.publish(0, state_tensors(model))
     for version in (1, 2, 3):
         store.publish(version, state_tensors(load_model(directory)))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from astraflow.errors import WeightError
-from astraflow.weights.plan import Hop, VersionInfo, by_version, cheapest, full_is_due, retained
+from astraflow.weights.plan import Hop, Pins, VersionInfo, by_version, cheapest, full_is_due, retained
 
 
 def chain(*kinds: str) -> dict[int, VersionInfo]:
@@ -105,3 +105,10 @@ def test_the_newest_stay_with_what_they_rest_on() -> None:
 )
 def test_a_full_version_is_due(kinds: str, delta: int, due: bool) -> None:
     assert full_is_due(list(chain(*kinds).values()), delta, 100, every=4) is due
+
+
+def test_a_pool_of_past_versions_stays_with_what_it_rests_on() -> None:
+    infos = chain(*("fdd" * 8)[:23])  # 0..22, every third one carries all
+    assert retained(infos, 1, pins=Pins(pools=frozenset({(5, 3)}))) == {22, 21, 20, 19, 18, 15, 10, 9}
+    assert retained(infos, 1, pins=Pins(frozenset({0, 99}), frozenset({(50, 2)}))) == {22, 21, 0}
+    assert retained(infos, 0, pins=Pins(pools=frozenset({(5, 3)}))) == set(infos)

@@ -22,10 +22,13 @@ class Ability:
     adapters: bool  # versions that are LoRA adapters
     whole_logprobs: bool  # those that are recorded are of the policy itself, before top-p, top-k and min-p cut it
     versions: bool = True  # weights change while it serves, so it can serve a policy that is trained
+    shares_base: bool = False  # one serves all adapters of a base (`contracts.SharesBase`)
 
 
 ABILITIES: Mapping[str, Ability] = {
-    "local": Ability(("float32", "bfloat16", "float16"), "float32", adapters=True, whole_logprobs=True),
+    "local": Ability(
+        ("float32", "bfloat16", "float16"), "float32", adapters=True, whole_logprobs=True, shares_base=True
+    ),
     "vllm": Ability(("float32", "bfloat16", "float16"), "bfloat16", adapters=True, whole_logprobs=True),
     "scripted": Ability(("float32", "bfloat16", "float16"), "float32", adapters=True, whole_logprobs=True),
 }

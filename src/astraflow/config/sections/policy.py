@@ -169,6 +169,7 @@ class TrainerSection(Strict):
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    process: str = Field("", description="policies that name the same one are trained by one process, in turn")
     ranks: int = Field(1, ge=1, description="processes that hold a part of the model each, on one host by the launcher")
     tensor_parallel: int = Field(1, ge=1, description="ranks that hold a part of each linear layer; divides ranks")
     context_parallel: int = Field(1, ge=1, description="ranks that divide the tokens of a pack; divides ranks")
@@ -190,6 +191,7 @@ class CopySection(Strict):
 
     policy: Name = Field(description="a policy that is trained, of the same model")
     every: int = Field(10, ge=1, description="its versions from one copy to the next")
+    keep: int = Field(1, ge=1, description="newest copies, one of which plays an episode, the same for its group")
 
 
 class PolicySection(Strict):

@@ -79,11 +79,13 @@ class _Product(torch.autograd.Function):
 
 
 def pack_linears(model: PreTrainedModel) -> None:
-    """Pack the linear layers of a rounded model, in place, but for its output layer.
+    """Pack the linear layers of a rounded model, in place, but for its output layer; those that are stay so.
 
     Raises: ModelError: a weight is not one that 4 bits can say.
     """
     for name, layer in _linears(model).items():
+        if isinstance(layer, Nf4Linear):
+            continue
         weight = layer.weight.detach()
         codes, scales = pack(weight)
         if not torch.equal(unpack(codes, scales, layer.weight.shape, torch.float32), weight.float()):

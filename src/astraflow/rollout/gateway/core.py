@@ -56,7 +56,7 @@ class Gateway:
     def open_episode(self, lease: EpisodeLease) -> str:
         """A new key, valid until `close_episode`. Every policy of the lease that this gateway serves can be used."""
         captures = {
-            name: PolicyCapture(name, endpoint, lease.sampling[name])
+            name: PolicyCapture(name, endpoint.of(lease.group_id), lease.sampling[name])
             for name, endpoint in self._policies.items()
             if name in lease.sampling
         }
@@ -160,7 +160,7 @@ class Gateway:
         return episode
 
     def _capture(self, episode: OpenEpisode, model: str) -> PolicyCapture:
-        capture = episode.captures.get(policy_of(model))
+        capture = episode.captures.get(model) or episode.captures.get(policy_of(model))
         if capture is None:
             known = ", ".join(sorted(episode.captures))
             raise GatewayError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from copy import copy
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -53,9 +54,11 @@ class PolicyEndpoint:
         tool_parser: ToolParser,
         max_context: int | None = None,
         agents_choose: Iterable[str] = (),
+        others: Sequence[Engine] = (),
     ) -> None:
         """`max_context`: longest prompt plus reply in tokens, None: the engine's; `agents_choose`: sampling parameters
-        that follow the agent's request instead of the run file."""
+        that follow the agent's request instead of the run file; `others`: engines with other versions of the policy."""
+        self.engines = (engine, *others)
         self.engine, self.chat, self.tool_parser = engine, chat, tool_parser
         self.agents_choose = frozenset(agents_choose)
         self.max_context = engine.max_context if max_context is None else min(max_context, engine.max_context)
@@ -63,6 +66,16 @@ class PolicyEndpoint:
         self._texts: dict[Hashable, tuple[Tools, str]] = {}
         self._ids: dict[str, np.ndarray] = {}
         self._good_tools: dict[bytes, None] = {}
+
+    def of(self, group: str) -> PolicyEndpoint:
+        """As it serves the episodes of a group: by one of its engines that have weights, the same for all of them as
+        long as these have the same versions."""
+        if len(self.engines) == 1:
+            return self
+        ready = [engine for engine in self.engines if engine.version >= 0] or self.engines[:1]
+        chosen = copy(self)
+        chosen.engine = ready[xxhash.xxh3_64_intdigest(group.encode()) % len(ready)]
+        return chosen
 
     def _check_tools(self, tools: list[dict[str, Any]]) -> None:
         """Equal tools are looked at once."""

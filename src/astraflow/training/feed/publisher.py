@@ -16,7 +16,7 @@ from astraflow.weights.objects.mirror import Mirror
 from astraflow.weights.publisher import Publisher
 from astraflow.weights.server import ServerProcess, start_server
 from astraflow.weights.shards.publisher import ShardedPublisher
-from astraflow.weights.store import FileStore
+from astraflow.weights.store import NO_PINS, FileStore, Pins
 from astraflow.weights.tensors import same_memory
 
 log = logging.getLogger(__name__)
@@ -28,9 +28,9 @@ class Versions:
 
     def __init__(
         self, root: Path, policy: str, section: WeightsSection, dataflow: str, token: str | None,
-        *, sharded: bool = False,
+        *, sharded: bool = False, pins: Pins = NO_PINS,
     ) -> None:  # fmt: skip
-        self.store = FileStore(root, policy, keep=section.keep, full_every=section.full_every, durable=False)
+        self.store = FileStore(root, policy, keep=section.keep, full_every=section.full_every, durable=False, pins=pins)
         self._encoder = (
             Part(self.store, deltas=section.deltas) if sharded else _Whole(self.store, deltas=section.deltas)
         )

@@ -39,7 +39,7 @@ from astraflow.errors import ConfigError, TrainingError, Unreachable, WireError
 from astraflow.training.feed.publisher import Part, Versions, start_mirror
 from astraflow.types import BatchHeader
 from astraflow.weights.objects.mirror import Mirror
-from astraflow.weights.store import FileStore
+from astraflow.weights.store import FileStore, Pins
 from astraflow.wire.messages import Resume
 from astraflow.wire.patience import FIRST_ANSWER_S, GONE_S, RETRY_S, Stopped, ask_patiently
 
@@ -115,8 +115,8 @@ class TrainerSession:
         self._versions: Versions | None = None
         self._mirror: Mirror | None = None
         if weights is not None and self._leads:
-            section = self.config.weights
-            self._versions = Versions(weights, policy, section, dataflow, self._token, sharded=share.sharded)
+            section, pins = self.config.weights, Pins(pools=self.config.pools_of(policy))
+            self._versions = Versions(weights, policy, section, dataflow, self._token, sharded=share.sharded, pins=pins)
             self.mirror(self._versions.store)
         self._publisher: Versions | Part | None = self._versions
         if share.sharded and not self._leads:

@@ -45,7 +45,7 @@ class Mirror:
         self.source, self._on_change = source, on_change
         self._base = f"{base.rstrip('/')}/{source.policy}"
         self._bucket = Bucket(self._base)
-        self._writer = ObjectWriter(self._bucket, source.policy, keep=source.keep, pinned=source.pinned)
+        self._writer = ObjectWriter(self._bucket, source.policy, keep=source.keep, pins=source.pins)
         self.version = -1  # newest that can be fetched there
         self.num_failures = self.num_skipped = self.nbytes = 0
         self._wanted = -1
@@ -148,7 +148,7 @@ class Mirror:
     def _next(self) -> int | None:
         """The oldest of what the newest version rests on, and of what always stays, that is not there yet."""
         infos = self.source.infos()
-        needed = retained(infos, 1, self.source.pinned) - set(self._writer.versions)
+        needed = retained(infos, 1, pins=self.source.pins) - set(self._writer.versions)
         return min(needed, default=None)
 
     def _came(self, version: int) -> None:

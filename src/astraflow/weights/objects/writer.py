@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -18,7 +18,7 @@ from astraflow.weights.manifest import MANIFEST, FileEntry, Manifest, read_manif
 from astraflow.weights.objects.bucket import Bucket, MissingObject
 from astraflow.weights.objects.layout import INDEX, Index, read_index
 from astraflow.weights.objects.leases import Readers
-from astraflow.weights.plan import retained
+from astraflow.weights.plan import NO_PINS, Pins, retained
 from astraflow.weights.store import FileStore
 
 log = logging.getLogger(__name__)
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 class ObjectWriter:
     """Copies of the versions of a `FileStore`. Not thread-safe; one writer at a time."""
 
-    def __init__(self, bucket: Bucket, policy: str, *, keep: int, pinned: Collection[int] = ()) -> None:
-        """`keep`, `pinned`: as of a FileStore."""
-        self._bucket, self._policy, self._keep, self._pinned = bucket, policy, keep, frozenset(pinned)
+    def __init__(self, bucket: Bucket, policy: str, *, keep: int, pins: Pins = NO_PINS) -> None:
+        """`keep`, `pins`: as of a FileStore."""
+        self._bucket, self._policy, self._keep, self._pins = bucket, policy, keep, pins
         self._readers = Readers(bucket)
         self._there: dict[int, Manifest] = {}
         self._leaving: set[int] = set()  # not in the index any more, and deleted the next time
@@ -90,7 +90,7 @@ class ObjectWriter:
         if not self._keep or len(self._there) <= self._keep:
             return
         infos = {version: manifest.info for version, manifest in self._there.items()}
-        stay = retained(infos, self._keep, self._readers.live() | self._pinned | {newest})
+        stay = retained(infos, self._keep, self._readers.live() | {newest}, self._pins)
         gone = infos.keys() - stay
         for version in sorted(gone & self._leaving, reverse=True):  # what rests on others goes before them
             self._delete(version)

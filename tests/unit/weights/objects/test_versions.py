@@ -17,6 +17,7 @@ from astraflow.weights.objects.bucket import Bucket, MissingObject
 from astraflow.weights.objects.layout import INDEX, is_object_store, read_index, split_store_url, store_url
 from astraflow.weights.objects.reader import ObjectReader
 from astraflow.weights.objects.writer import ObjectWriter
+from astraflow.weights.plan import Pins
 from astraflow.weights.store import FileStore
 from published import model, publish
 
@@ -27,7 +28,7 @@ class Place:
     def __init__(self, base: str, source: FileStore, keep: int = 0) -> None:
         self.base, self.source = f"{base}/actor", source
         self.bucket = Bucket(self.base)
-        self.writer = ObjectWriter(self.bucket, "actor", keep=keep, pinned=source.pinned)
+        self.writer = ObjectWriter(self.bucket, "actor", keep=keep, pins=source.pins)
         self.writer.open(source)
 
     @property
@@ -266,7 +267,7 @@ def test_a_lease_that_comes_while_a_version_is_leaving_keeps_it(base: str, sourc
 
 
 def test_a_pinned_version_stays(base: str, tmp_path: Path) -> None:
-    source = FileStore(tmp_path / "pinned", "actor", keep=0, full_every=1, pinned=(0,))
+    source = FileStore(tmp_path / "pinned", "actor", keep=0, full_every=1, pins=Pins(frozenset({0})))
     publish(source, range(5))
     place = Place(base, source, keep=1)
     place.add(*range(5))
