@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ from benchmarks.multi_policy.sides import ROLLOUT_GPUS, TOP, warm_start
 MIN_SPEEDUP, MIN_OVER_TRL = 2.7, 1.3
 TARGET = 0.8
 STALENESS = 3
-FORMS = ("shared", "split", "parallel", "overlap")  # of the loop, see multi_policy/loop.py
-PARTS = ("modelled", "breakdown", "real", "trl")  # breakdown: with the first seed alone
+SHORT_S = 25.0  # of runs of which only the time of a step counts
+PARTS = ("modelled", "breakdown", "real", "trl")
+ONCE = ("breakdown", "real")  # with the first seed alone
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,10 @@ def main() -> None:
         for seed in seeds:
             folder = Path(place) / str(seed)
             work = Work(seed, folder, warm_start(folder / "start", seed), Limits(args.until, args.seconds))
-            _measure(work, parts if seed == seeds[0] else [p for p in parts if p != "breakdown"], rows)
+            _measure(work, parts if seed == seeds[0] else [p for p in parts if p not in ONCE], rows)
         if "trl" in parts:
             _single(Path(place), args, rows)
+    rows += gains(rows)
     result = Result("multi_policy", _settings(args), rows, checks(rows, args.seconds))
     Result("multi_policy", {}, _without_curves(rows), result.checks).show()
     if not args.quick:
@@ -81,19 +83,37 @@ def main() -> None:
 
 def _measure(work: Work, parts: Sequence[str], rows: list[dict[str, Any]]) -> None:
     if "modelled" in parts:
-        _note(rows, work, "modelled", f"loop, {FORMS[0]}", _loop(work, FORMS[0]))
+        _note(rows, work, "modelled", "loop, shared", _loop(work, "shared"))
         _note(rows, work, "modelled", "ours, max_staleness 0", _ours(work, 0))
         _note(rows, work, "modelled", "ours", _ours(work, STALENESS))
     if "breakdown" in parts:
-        for form in FORMS[1:]:
-            _note(rows, work, "modelled", f"loop, {form}", _loop(work, form))
+        _note(rows, work, "modelled", "loop, split", _loop(work, "split"))
+        short = replace(work, limits=Limits(work.limits.until, min(SHORT_S, work.limits.seconds)))
+        for form in ("parallel", "overlap"):
+            _note(rows, work, "modelled", f"loop, {form}", _loop(short, form))
         for staleness in (1, 2):
-            _note(rows, work, "modelled", f"ours, max_staleness {staleness}", _ours(work, staleness))
+            _note(rows, work, "modelled", f"ours, max_staleness {staleness}", _ours(short, staleness))
     if "real" in parts:
         for threads in sorted({1, os.cpu_count() or 1}):
             _note(rows, work, "real", f"loop, threads {threads}", _loop(work, "split", threads))
-        _note(rows, work, "real", "ours, max_staleness 0", _ours(work, 0, real=True))
         _note(rows, work, "real", "ours", _ours(work, STALENESS, real=True))
+
+
+def gains(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each difference between the loop and ours does to the time of a step; with the first seed."""
+    first = {row["side"]: row for row in reversed(rows) if row["times"] == "modelled"}
+    pairs = (
+        ("GPUs of their own for rollout and training", "loop, shared", "loop, split"),
+        ("policies are trained at the same time", "loop, split", "loop, parallel"),
+        ("the next rollout runs beside training", "loop, parallel", "loop, overlap"),
+        ("nobody waits for the longest episodes", "loop, overlap", "ours"),
+        ("all", "loop, shared", "ours"),
+    )
+    return [
+        {"times": "gain", "side": what, "gain": first[slow]["s_per_step"] / first[fast]["s_per_step"]}
+        for what, slow, fast in pairs
+        if slow in first and fast in first
+    ]
 
 
 def _ours(work: Work, staleness: int, real: bool = False) -> Callable[[], dict[str, Any]]:
