@@ -74,13 +74,20 @@ class DataflowClient:
 
         Args: engines: policy -> engine that sampled it, as `wire.messages.EpisodesHeader` says.
         """
+        return self.exchange(episodes, engines, None).results
+
+    def exchange(
+        self, episodes: Sequence[Episode], engines: Mapping[str, str] | None, more: m.NextLeases | None
+    ) -> m.EpisodesReply:
+        """`commit`, and the leases that are there at once in the same request (`more`: how many). Send it again with
+        the same `more` when its answer is lost."""
         if not episodes:
-            return {}
+            return m.EpisodesReply({})
         nodes = {e.node_id for e in episodes}
         if len(nodes) > 1:
             raise DataflowError("node_id", sorted(nodes), "must be one per commit", "commit for each node by itself")
-        pieces = episode_pieces(episodes, episodes[0].node_id, engines)
-        return self._http.post_stream("/episodes", pieces, m.EpisodesReply).results
+        pieces = episode_pieces(episodes, episodes[0].node_id, engines, more)
+        return self._http.post_stream("/episodes", pieces, m.EpisodesReply)
 
     def resume(self, policy: str, resume: m.Resume) -> m.ResumeReply:
         """A trainer of `policy` starts at `resume.version`; batches after it will be served again."""

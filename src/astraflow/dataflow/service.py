@@ -158,8 +158,25 @@ class _Endpoints:
             facts = row_facts(header, table, known)
             kept = body if table is sent else Body(memoryview(write_stream(header, table)))
             put = self._shell.segments.store(kept) if table.num_rows else None  # no await until it is submitted
-        command = c.CommitEpisodes(header.node_id, put, episode_commits(header, facts, put))
-        return json_reply(m.EpisodesReply(await self._shell.submit(command)))
+        commands: list[c.Command] = [c.CommitEpisodes(header.node_id, put, episode_commits(header, facts, put))]
+        more = header.next
+        if more is not None and self._gives_more(header.node_id, more):
+            commands.append(c.LeaseEpisodes(header.node_id, more.request_id, more.n))
+        results, *given = await self._shell.submit_all(commands)
+        if isinstance(results, Exception):
+            raise results
+        reply = m.EpisodesReply(results)
+        if more is not None:
+            # Whoever cannot be served hears why when it asks for nothing else.
+            reply.leases = [lease for leases in given if not isinstance(leases, Exception) for lease in leases]
+            reply.versions, reply.finished = self._relays.versions(), self._machine.finished
+        return json_reply(reply)
+
+    def _gives_more(self, node_id: str, more: m.NextLeases) -> bool:
+        node = self._machine.state.nodes.get(node_id)
+        if more.n <= 0 or node is None or self._machine.state.failure is not None:
+            return False
+        return node.last_request == more.request_id or self._machine.leases.available
 
     async def resume(self, request: Request) -> Response:
         body = await read_json(request, m.Resume)

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from astraflow.wire.local import Inbox
 
 log = logging.getLogger("astraflow.dataflow")
 _QUIET = ("dropped", "episodes_dropped")  # events too frequent for the log
-_HISTORY_S = 0.05  # histories are written so late, for all commands since
+_HISTORY_S = 0.25  # histories are written so late, for all commands since
 _EVENTS_KEPT = 1000  # per listener; a slow one misses events, nobody waits for it
 _AWAY_S = 1  # a service that is started again is not back earlier
 
@@ -111,7 +111,7 @@ class Shell:
         needed, every = self.machine.state.segment_puts, config.dataflow.snapshot_every
         self.compaction = Compaction(self.journal, self.segments, every, needed.keys(), self.end)
         self._started = time.monotonic()
-        self._behind: list[tuple[int, float, Iterator[Found]]] = []  # not yet in the histories
+        self._behind: list[tuple[int, float, Iterator[Found]]] = []  # not yet told to the histories
         self._writing = False  # they will be written soon
         self._pending: list[tuple[c.Command, asyncio.Future[Any]]] = []
         topics = ["leases", *config.policies, *map(stage_topic, config.stages), *map(consumer_topic, config.policies)]
@@ -134,6 +134,10 @@ class Shell:
         Raises: HttpError: refused by the machine. JournalError: could not be written; not applied.
         """
         return await self._queue(command)
+
+    async def submit_all(self, commands: Sequence[c.Command]) -> list[Any]:
+        """Several in one transaction; of each the reply, or the error that `submit` raises."""
+        return await asyncio.gather(*map(self._queue, commands), return_exceptions=True)
 
     def _queue(self, command: c.Command) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -301,9 +305,12 @@ class Shell:
             self._wake(topic)
         self._tell_of_damage()
         self._snapshot_when_due(now)
-        if self._behind and not self._writing:
-            self._writing = True
-            asyncio.get_running_loop().call_later(_HISTORY_S, self._write_behind)
+        if self._behind:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._look_back)  # after the answers
+            if not self._writing:
+                self._writing = True
+                loop.call_later(_HISTORY_S, self._write_behind)
 
     def _leave_out(self, seq: int, command: c.Command, future: asyncio.Future[Any], error: BaseException) -> None:
         """The command raised and the state is spoiled: mark it as void, tell its sender, end."""
@@ -319,10 +326,14 @@ class Shell:
 
     def write_histories(self) -> None:
         """Write what was kept back so that nobody had to wait for it. A kill loses nothing: a replay writes it."""
+        self._look_back()
+        self.history.flush()
+
+    def _look_back(self) -> None:
+        """Say what was done while it is in the processor's cache: later that costs more."""
         for seq, now, moments in self._behind:
             self.history.add(seq, now, moments)
         self._behind.clear()
-        self.history.flush()
 
     def _write_behind(self) -> None:
         self._writing = False

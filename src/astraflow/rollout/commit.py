@@ -1,4 +1,5 @@
-"""Finished episodes go to the dataflow service: whatever finished since the last send leaves in one request."""
+"""Finished episodes go to the dataflow service: whatever finished since the last send leaves in one request, and who
+wants to play more asks for leases in the same one."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -13,9 +15,11 @@ from typing import TypeVar
 from astraflow.errors import Unreachable, WireError
 from astraflow.rollout.loop import in_thread
 from astraflow.types import Episode
+from astraflow.wire.messages import EpisodesReply, NextLeases
 from astraflow.wire.patience import Patience, is_away
 
 R = TypeVar("R")
+Commit = Callable[[Sequence[Episode], NextLeases | None], EpisodesReply]
 log = logging.getLogger("astraflow.node")
 MAX_EPISODES = 256  # of one request
 _APART_S = 0.15  # requests are at least so far apart: one costs the service as much as some thirty episodes
@@ -56,9 +60,11 @@ class Reach(Patience):
 class Committer:
     """Keeps finished episodes until the dataflow service has them. `results`: "accepted", "duplicate", "refused"."""
 
-    def __init__(self, commit: Callable[[Sequence[Episode]], dict[str, str]], reach: Reach) -> None:
+    def __init__(self, commit: Commit, reach: Reach) -> None:
         """`commit` blocks; it is called on a thread of its own."""
         self._commit, self.reach = commit, reach
+        self._more: tuple[NextLeases, int] | None = None  # to be asked for beside the last of so many episodes
+        self._reply: EpisodesReply | None = None  # to the request that asked
         self._pending: list[Episode] = []
         self._num_sending = 0
         self._num_done = 0
@@ -87,7 +93,11 @@ class Committer:
             sent = time.monotonic()
             batch, self._pending = self._pending[:MAX_EPISODES], self._pending[MAX_EPISODES:]
             self._num_sending = len(batch)
-            for result in (await self.reach.ask("commit", lambda: self._commit(batch))).values():  # noqa: B023
+            more = self._more_beside(batch)
+            reply = await self.reach.ask("commit", lambda: self._commit(batch, more))  # noqa: B023
+            if more is not None:
+                self._reply = reply
+            for result in reply.results.values():
                 kind, _, reason = result.partition(":")
                 self.results[kind] += 1
                 if kind == "refused":
@@ -95,6 +105,12 @@ class Committer:
             self._num_sending = 0
             self._num_done += len(batch)
             self._changed.set()
+
+    def _more_beside(self, batch: Sequence[Episode]) -> NextLeases | None:
+        if self._more is None or self._num_done + len(batch) < self._more[1]:
+            return None
+        more, self._more = self._more[0], None
+        return more
 
     async def _gather(self, until: float) -> None:
         """Waits for more, until a request is full, somebody waits for it or the time (monotonic) has come."""
@@ -104,6 +120,17 @@ class Committer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, until - time.monotonic())):
                 await self._hurry.wait()
+
+    async def exchange(self, n: int) -> EpisodesReply | None:
+        """`settled`, and the reply to the request that also asked for `n` leases; None: there was nothing to send, so
+        nothing was asked."""
+        self._reply = None
+        self._more = (NextLeases(uuid.uuid4().hex, n), self._num_done + self.backlog) if self._pending else None
+        try:
+            await self.settled()
+        finally:
+            self._more = None
+        return self._reply
 
     async def settled(self) -> None:
         """Send what there is now; waits until it is acknowledged."""

@@ -29,7 +29,7 @@ from astraflow.errors import (
     SchemaError,
     WireError,
 )
-from astraflow.wire.bulk import AnswerProtocol, BulkProtocol, Cut, bulk_of
+from astraflow.wire.bulk import AnswerProtocol, BulkProtocol, Cut, QuietServer, bulk_of
 from astraflow.wire.codec import CONTENT_TYPE
 from astraflow.wire.local import BODY_HEADER, HOST_HEADER, INBOX_HEADER, MIN_BYTES, Body, Inbox, host_identity
 from astraflow.wire.messages import PROTOCOL, PROTOCOL_HEADER, Failure, Id
@@ -338,6 +338,7 @@ def bind(host: str, port: int, setting: str) -> socket.socket:
     try:
         # Inherited by accepted sockets: a header and a body written apart must not wait 40 ms for each other.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # inherited too: a host that is gone says no goodbye
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         sock.listen(1024)
@@ -371,7 +372,7 @@ async def serve(
         lifespan="on", timeout_graceful_shutdown=max(1, round(grace_s)), timeout_keep_alive=75, ws="none",
         server_header=False, date_header=False, backlog=1024, limit_max_requests=None,
     )  # fmt: skip
-    server = _Server(config)
+    server = QuietServer(config)
     task = asyncio.create_task(server.serve(sockets=[sock]), name="http server")
     waiter = asyncio.create_task(stop.wait(), name="stop")
     try:
@@ -384,17 +385,6 @@ async def serve(
         on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
         await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        server.should_exit = True
+        server.end()
         waiter.cancel()
         await task
-
-
-class _Server(uvicorn.Server):
-    """Signals belong to the process that hosts the server, not to the server."""
-
-    def install_signal_handlers(self) -> None: ...
-
-    def capture_signals(self) -> Any:
-        from contextlib import nullcontext
-
-        return nullcontext()

@@ -18,9 +18,11 @@ import struct
 import sys
 import termios
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 import httptools
+import uvicorn
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -30,6 +32,7 @@ BULK, CLIENT = "astraflow.bulk", "astraflow.client"  # extensions of an ASGI sco
 MIN_BYTES = 64 << 10  # of a body that passes by the parser
 _BUFFER_BYTES = 4 << 20  # written at once: small pieces take several times as long (measured on ext4)
 _SMALL_BYTES = 64 << 10  # of a body that is joined to its head
+SILENT_S = 60.0  # a client that owes the rest of a request may be silent for so long
 _SO_NWRITE = 0x1024  # of macOS
 Write = Callable[[memoryview], object]
 
@@ -193,16 +196,60 @@ class OneWrite:
         self._transport.close()
 
 
+class QuietServer(uvicorn.Server):
+    """Signals belong to the process that hosts the server, not to the server. It hardly wakes up, where uvicorn's own
+    does ten times a second. It closes connections whose client owes the rest of a request and says no more."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._over = asyncio.Event()
+
+    def end(self) -> None:
+        """Answer what has begun, then end."""
+        self.should_exit = True
+        self._over.set()
+
+    async def main_loop(self) -> None:
+        while not self.should_exit:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SILENT_S / 4):
+                    await self._over.wait()
+            self._cut_silent(asyncio.get_running_loop().time() - SILENT_S)
+
+    def _cut_silent(self, since: float) -> None:
+        for connection in tuple(self.server_state.connections):
+            if isinstance(connection, AnswerProtocol) and connection.owes and connection.heard < since:
+                connection.transport.close()
+
+    def install_signal_handlers(self) -> None: ...
+
+    def capture_signals(self) -> Any:
+        return nullcontext()
+
+
 class AnswerProtocol(HttpToolsProtocol):
     """uvicorn's protocol with answers in one piece."""
 
+    heard = 0.0  # when the last bytes came, on the clock of the loop
+
     def connection_made(self, transport: Any) -> None:
-        self._answers = OneWrite(transport)
+        self._answers, self.heard = OneWrite(transport), self.loop.time()
         super().connection_made(self._answers)  # type: ignore[arg-type]
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = self.loop.time()
+        super().data_received(data)
 
     def on_headers_complete(self) -> None:
         self.scope.setdefault("extensions", {})[CLIENT] = {"client": self._answers}
         super().on_headers_complete()
+
+    @property
+    def owes(self) -> bool:
+        """The client must send something: the rest of a request, or all of its first one."""
+        if self.cycle is None or self.cycle.response_complete:
+            return self.timeout_keep_alive_task is None  # else uvicorn closes what is idle between two requests
+        return self.cycle.more_body and not self.flow.read_paused
 
 
 class BulkProtocol(AnswerProtocol):
@@ -261,6 +308,7 @@ class _Reader(asyncio.BufferedProtocol):
         return self._bulk.room()
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._http.heard = self._http.loop.time()
         self._bulk.came(nbytes)
         if self._bulk.complete:
             self._transport.set_protocol(self._http)

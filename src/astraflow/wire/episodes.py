@@ -12,7 +12,7 @@ import pyarrow as pa
 from astraflow.errors import SchemaError
 from astraflow.types import Episode, Trajectory
 from astraflow.wire.codec import TOKEN_COLUMNS, TRAJECTORY_SCHEMA, stream_pieces
-from astraflow.wire.messages import EpisodeHeader, EpisodesHeader
+from astraflow.wire.messages import EpisodeHeader, EpisodesHeader, NextLeases
 
 Join = Callable[[Sequence[np.ndarray]], np.ndarray]
 _FIELDS = [(field.name, field.type) for field in TRAJECTORY_SCHEMA]
@@ -21,21 +21,27 @@ _MANY_TOKENS = 1 << 16  # below, a few large pieces are quicker than many small 
 
 
 def episode_pieces(
-    episodes: Sequence[Episode], node_id: str, engines: Mapping[str, str] | None = None
+    episodes: Sequence[Episode], node_id: str, engines: Mapping[str, str] | None = None, more: NextLeases | None = None
 ) -> list[memoryview]:
     """The stream of one commit (`codec.stream_pieces`). The tokens of large trajectories are not even put together.
 
     They are sent in the place of buffers that are never filled, which saves the page faults of fresh memory.
-    `engines`: see `EpisodesHeader`.
+    `engines`, `more`: see `EpisodesHeader`.
     """
     if sum(len(t.token_ids) for e in episodes for t in e.trajectories) < _MANY_TOKENS:
-        return stream_pieces(*encode_episodes(episodes, node_id, engines))
+        return _pieces(*encode_episodes(episodes, node_id, engines), more)
     later = _Later()
     header, rows = encode_episodes(episodes, node_id, engines, later.join)
+    header.next = more
     pieces = stream_pieces(header, rows, later.parts)
     if later.parts:  # the writer copied a buffer
-        return stream_pieces(*encode_episodes(episodes, node_id, engines))
+        return _pieces(*encode_episodes(episodes, node_id, engines), more)
     return pieces
+
+
+def _pieces(header: EpisodesHeader, rows: pa.RecordBatch, more: NextLeases | None) -> list[memoryview]:
+    header.next = more
+    return stream_pieces(header, rows)
 
 
 class _Later:

@@ -159,18 +159,29 @@ class EpisodeHeader(msgspec.Struct, kw_only=True):
     code: Code = ""  # version of the code that played it; "": not known
 
 
+class NextLeases(msgspec.Struct):
+    """Beside a commit: up to `n` episodes to play next, those that there are at once. As LeaseRequest otherwise."""
+
+    request_id: Id  # as in LeaseRequest
+    n: int
+
+
 class EpisodesHeader(msgspec.Struct):
     """Header of POST /episodes: several episodes in one request, each atomic on its own."""
 
     node_id: Id
     episodes: list[EpisodeHeader]
     engines: dict[Id, Label] = {}  # policy -> engine of the node that sampled it, "<engine>@<node>"; absent: not known
+    next: NextLeases | None = None  # None: no more leases are asked for
 
 
 class EpisodesReply(msgspec.Struct):
-    """Per episode: "accepted", "duplicate" (already committed), or "refused: <why>"."""
+    """What became of each episode; the other fields are as in LeaseReply, and empty unless `next` was asked."""
 
-    results: dict[str, str]
+    results: dict[str, str]  # episode id -> "accepted", "duplicate" (already committed), or "refused: <why>"
+    leases: list[EpisodeLease] = []
+    versions: dict[str, WeightVersion] = {}
+    finished: bool = False
 
 
 class Resume(msgspec.Struct, kw_only=True):

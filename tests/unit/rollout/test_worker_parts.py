@@ -20,6 +20,7 @@ from astraflow.rollout.worker.channel import Answer, Cancel, Done, Drop, Hello, 
 from astraflow.rollout.worker.client import LLM, CallError
 from astraflow.rollout.worker.player import Worker
 from astraflow.types import Outcome, Task, WeightVersion
+from astraflow.wire.messages import EpisodesReply
 from astraflow.wire.swarm.outcome import outcome_of
 
 
@@ -137,14 +138,16 @@ class Sink:
 
     def __init__(self, failures=0, results=None, error=None):
         self.failures, self.results, self.batches = failures, results, []
+        self.more = []
         self.error = error or Unreachable("url=x gave no answer")
 
-    def __call__(self, episodes):
+    def __call__(self, episodes, more=None):
+        self.more.append(more)
         if self.failures:
             self.failures -= 1
             raise self.error
         self.batches.append([e.episode_id for e in episodes])
-        return self.results or {e.episode_id: "accepted" for e in episodes}
+        return EpisodesReply(self.results or {e.episode_id: "accepted" for e in episodes}, finished=more is not None)
 
 
 async def committed(sink, count, give_up_s=60.0):
@@ -201,6 +204,38 @@ async def test_nothing_is_gathered_while_somebody_waits_for_it(monkeypatch):
             assert committer.backlog == 0
     loop.cancel()
     assert sink.batches == [["e0"], ["e1"], ["e2"]]
+
+
+async def test_the_request_that_brings_the_last_episode_asks_for_the_next_leases(monkeypatch):
+    monkeypatch.setattr("astraflow.rollout.commit._PAUSE_S", 0.0)
+    sink = Sink(failures=2)
+    committer = Committer(sink, Reach(60.0))
+    for number in range(MAX_EPISODES + 10):
+        committer.add(episode(number))
+    loop = asyncio.create_task(committer.run())
+    async with asyncio.timeout(10):
+        reply = await committer.exchange(7)
+        assert await committer.exchange(1) is None  # there is nothing to commit
+        committer.add(episode(-1))
+        await committer.settled()
+    loop.cancel()
+    assert reply.finished and [len(b) for b in sink.batches] == [MAX_EPISODES, 10, 1]
+    assert [more and more.n for more in sink.more] == [None, None, None, 7, None]
+
+
+async def test_leases_are_asked_for_again_with_the_commit_whose_answer_was_lost(monkeypatch):
+    monkeypatch.setattr("astraflow.rollout.commit._PAUSE_S", 0.0)
+    sink = Sink(failures=2)
+    committer = Committer(sink, Reach(60.0))
+    committer.add(episode(0))
+    loop = asyncio.create_task(committer.run())
+    async with asyncio.timeout(10):
+        await committer.exchange(7)
+        committer.add(episode(1))
+        await committer.exchange(7)
+    loop.cancel()
+    first, *again, other = sink.more
+    assert again == [first] * 2 and other.request_id != first.request_id
 
 
 async def test_a_commit_is_repeated_while_the_service_is_away():

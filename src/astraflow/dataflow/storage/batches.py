@@ -65,9 +65,14 @@ class BatchRows(msgspec.Struct, frozen=True):
 
 def entry_rows(entries: Sequence[Entry | StagedEntry], puts: Mapping[int, Put]) -> EntryRows:
     """Where the rows of these entries lie (at least one), and what stages added to them."""
-    counts = [len(e.part.rows) for e in entries]
-    keys = np.repeat(np.array([e.part.put for e in entries], np.int64), counts)
-    rows = np.array([row for e in entries for row in e.part.rows], np.int64)
+    counts, puts_of, listed = [], [], list[int]()
+    for entry in entries:  # one pass: each entry is some cache misses, and a batch has hundreds
+        part = entry.part
+        counts.append(len(part.rows))
+        puts_of.append(part.put)
+        listed += part.rows
+    keys = np.repeat(np.array(puts_of, np.int64), counts)
+    rows = np.array(listed, np.int64)
     order = np.lexsort((rows, keys))
     owners = np.repeat(np.arange(len(entries)), counts)[order]
     added = []

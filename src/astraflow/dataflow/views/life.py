@@ -98,11 +98,14 @@ def _committed(command: c.CommitEpisodes, answers: dict[str, str]) -> Iterator[F
                 if episode.code:
                     fields["code"] = episode.code
                 done[mark] = fields
-            fields["episodes"].append(k)
-            fields["tokens"].append(sum(part.num_tokens for part in episode.parts))
-            for part in episode.parts:
+            siblings, parts = fields["episodes"], episode.parts
+            siblings.append(k)
+            fields["tokens"].append(parts[0].num_tokens if len(parts) == 1 else sum(part.num_tokens for part in parts))
+            for part in parts:
                 rewards = fields["reward"].setdefault(part.policy, [])
-                rewards += [None] * (len(fields["episodes"]) - 1 - len(rewards)) + [part.reward]
+                if len(rewards) + 1 < len(siblings):  # it was not called in the episodes before
+                    rewards += [None] * (len(siblings) - 1 - len(rewards))
+                rewards.append(part.reward)
             continue
         fields = {"episode": k, "attempt": episode.attempt, "node": command.node_id}
         if answer == "accepted":

@@ -155,8 +155,8 @@ def _trained(stand: Stand) -> int:
 
 
 def _leased(stand: Stand) -> list[tuple[str, int]]:
-    found = stand.seen(lambda x: x.name == "lease" and x.done)
-    return [(lease["episode_id"], lease["attempt"]) for x in found for lease in x.reply["leases"]]
+    found = stand.seen(lambda x: x.name in ("lease", "commit") and x.done)
+    return [(lease["episode_id"], lease["attempt"]) for x in found for lease in x.reply.get("leases", ())]
 
 
 def _keys(x: Exchange) -> set[tuple[str, int]]:

@@ -78,6 +78,8 @@ class RolloutCheck:
             case "commit":
                 for episode in x.body.get("episodes", ()):
                     self._episode(node, x.at, (episode["episode_id"], int(episode["attempt"])))
+                if more := x.body.get("next"):
+                    self._lease(node, more["request_id"])
             case "drain":
                 node.held.clear()
 
@@ -120,17 +122,19 @@ class RolloutCheck:
                     node.cancelled.setdefault((episode_id, attempt), x.answered)
                     node.held.discard((episode_id, attempt))
             case "lease":
-                self._leased(node, x)
+                self._leased(node, x, x.body.get("request_id", ""))
             case "commit":
                 told = x.rows is not None and x.status in (200, 422) and self._contents(node, x.rows)
                 wrong = x.status in (413, 415, 422) and not told  # else the rule has a name of its own
                 self._hold("commit.rows", not wrong, f"answered {x.status}: {x.reply.get('error')}")
                 if x.done:
                     node.settled |= {(e["episode_id"], int(e["attempt"])) for e in x.body["episodes"]}
+                if more := x.body.get("next"):
+                    self._leased(node, x, more["request_id"])
 
-    def _leased(self, node: _Node, x: Exchange) -> None:
+    def _leased(self, node: _Node, x: Exchange, request_id: str) -> None:
         lost = x.fault == "lost" or x.status in (503, 507)
-        node.asked[x.body.get("request_id", "")] = "lost" if lost else "answered"
+        node.asked[request_id] = "lost" if lost else "answered"
         for lease in x.reply.get("leases", ()):
             self._leases[lease["episode_id"], lease["attempt"]] = lease
         if not x.done:
