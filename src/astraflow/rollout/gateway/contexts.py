@@ -14,8 +14,8 @@ is tried, and the call counts as forked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from astraflow.errors import GatewayError, ModelError
@@ -31,44 +31,10 @@ def policy_of(model: str) -> str:
 
 def agent_of(model: str) -> str:
     """The agent that asks; empty: it has no name."""
-    return model.partition("@")[2]
+    return model.partition("@")[2] if "@" in model else ""
 
 
-class Context:
-    """A finished call: its exact ids and the text they stand for."""
-
-    __slots__ = ("call_index", "ended", "ids", "prompt_chars", "text")
-
-    def __init__(self, ids: np.ndarray, text: str, prompt_chars: int, ended: bool, call_index: int) -> None:
-        self.ids = ids  # [P + T] int32, prompt and sampled
-        self.text = text  # rendered prompt, and the reply as the agent got it with its EOS
-        self.prompt_chars = prompt_chars  # length of the rendered prompt in `text`
-        self.ended = ended  # the reply ended by an EOS of the model
-        self.call_index = call_index
-
-
-class _Node:
-    __slots__ = ("children", "context")
-
-    def __init__(self) -> None:
-        self.children: dict[MessageKey, _Node] = {}
-        self.context: Context | None = None
-
-
-class Prompt:
-    """The ids of one request and where its reply will be remembered."""
-
-    __slots__ = ("encoded", "forked", "ids", "node", "text")
-
-    def __init__(self, ids: np.ndarray, text: str, node: _Node | None, forked: bool, encoded: int) -> None:
-        self.ids = ids  # [P] int32
-        self.text = text  # the whole request as rendered
-        self.node = node  # None: a raw prompt, which has no messages
-        self.forked = forked  # a known context was not continued by the template
-        self.encoded = encoded  # how many of the ids were tokenised now
-
-
-class Reply(NamedTuple):
+class Reply(msgspec.Struct, eq=False):
     """What a context needs to know of a finished call."""
 
     key: MessageKey  # under which the agent will send it back
@@ -76,6 +42,37 @@ class Reply(NamedTuple):
     text: str  # as the agent got it, with the EOS if it ended by one
     ended: bool  # by an EOS of the model
     call_index: int
+
+
+class Context(msgspec.Struct, eq=False):
+    """A finished call: its exact ids and the text they stand for, in two parts each, so that nothing is copied before
+    somebody goes on with it."""
+
+    ids: np.ndarray  # [P] int32, of the prompt
+    text: str  # of the prompt, as rendered
+    reply: Reply
+
+    def rest_of(self, text: str) -> str | None:
+        """What `text` says after it; None: it does not begin so."""
+        end = len(self.text)
+        if not (text.startswith(self.text) and text.startswith(self.reply.text, end)):
+            return None
+        return text[end + len(self.reply.text) :]
+
+
+class _Node(msgspec.Struct, eq=False):
+    children: dict[MessageKey, _Node] = {}
+    context: Context | None = None
+
+
+class Prompt(msgspec.Struct, eq=False):
+    """The ids of one request and where its reply will be remembered."""
+
+    ids: np.ndarray  # [P] int32
+    text: str  # the whole request as rendered
+    node: _Node | None  # None: a raw prompt, which has no messages
+    forked: bool  # a known context was not continued by the template
+    encoded: int  # how many of the ids were tokenised now
 
 
 class Contexts:
@@ -101,13 +98,13 @@ class Contexts:
                 return Prompt(ids, text, node, False, len(ids))
             for count, context in reversed(known):
                 deepest = context is known[-1][1]
-                if text.startswith(context.text):
-                    tail: str | None = text[len(context.text) :]
-                else:
-                    tail = self._tail(context, text, plain[:count], tools) if deepest else None
+                tail = context.rest_of(text)
+                if tail is None and deepest:
+                    tail = self._tail(context, text, plain[:count], tools)
                 if tail is not None:
                     rest = self._endpoint.encode(tail)
-                    return Prompt(np.concatenate((context.ids, rest)), text, node, not deepest, len(rest))
+                    ids = np.concatenate((context.ids, context.reply.sampled, rest))
+                    return Prompt(ids, text, node, not deepest, len(rest))
             ids = self._endpoint.encode(text)
         except ModelError as error:
             raise GatewayError(
@@ -122,10 +119,9 @@ class Contexts:
         node = prompt.node.children.get(reply.key)
         if node is None:
             node = prompt.node.children[reply.key] = _Node()
-        elif node.context is not None and node.context.call_index > reply.call_index:
+        elif node.context is not None and node.context.reply.call_index > reply.call_index:
             return  # of two equal replies the later call stands, whichever ended first
-        ids = np.concatenate((prompt.ids, reply.sampled))
-        node.context = Context(ids, prompt.text + reply.text, len(prompt.text), reply.ended, reply.call_index)
+        node.context = Context(prompt.ids, prompt.text, reply)
 
     def _walk(self, keys: Sequence[MessageKey]) -> tuple[_Node, list[tuple[int, Context]]]:
         """The node of the whole request, and the contexts on the way with their number of messages."""
@@ -146,8 +142,8 @@ class Contexts:
         None: the text does not continue the context. `messages`: those of the context.
         """
         prefix = self._chat.render(messages, tools, add_generation_prompt=False)
-        start = context.prompt_chars
-        if not text.startswith(prefix) or not prefix.startswith(context.text[:start]):
+        start = len(context.text)
+        if not text.startswith(prefix) or not prefix.startswith(context.text):
             return None
         end, eos = max(
             ((prefix.rfind(eos, start), eos) for eos in self._endpoint.eos_texts.values() if eos), default=(-1, "")
@@ -155,4 +151,4 @@ class Contexts:
         if end < 0:
             return None
         # A reply cut by length has no EOS of its own; the template's EOS is then given text, never trained.
-        return text[end + len(eos) if context.ended else end :]
+        return text[end + len(eos) if context.reply.ended else end :]

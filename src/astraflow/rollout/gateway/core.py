@@ -98,7 +98,10 @@ class Gateway:
 
     def responses(self, key: str) -> ResponseStore:
         """Of the open episode. Raises: GatewayError: 401 or 410 key."""
-        return self._episode(key).responses
+        episode = self._episode(key)
+        if episode.responses is None:
+            episode.responses = ResponseStore()
+        return episode.responses
 
     async def chat(self, key: str, request: ChatRequest, retry: Retry | None = None) -> ChatCompletion:
         """One request. `retry`: what its headers say, for requests that may be repeated.

@@ -59,7 +59,7 @@ class OpenEpisode:
     def __init__(self, lease: EpisodeLease, captures: dict[str, PolicyCapture]) -> None:
         self.lease, self.captures = lease, captures
         self.runs: list[Run] = []  # in flight
-        self.responses = ResponseStore()
+        self.responses: ResponseStore | None = None  # until one is asked for
         self.retries: Retries | None = None  # until a request comes that may be repeated
         self.called = time.monotonic()  # when the last call ended, or the episode began
 

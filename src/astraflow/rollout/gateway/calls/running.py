@@ -182,9 +182,12 @@ class Running:
     def _sampled(self, episode: OpenEpisode, run: Run, sample: Sample, generation: Generation) -> None:
         """A sample is whole; with the last of them, so is the answer."""
         sample.generation = generation
-        if len(run.samples) > 1 and any(other.generation is None for other in run.samples):
+        if len(run.samples) == 1:
+            choices = [self._record(run, sample)]
+        elif any(other.generation is None for other in run.samples):
             return
-        choices = [self._record(run, sample) for sample in run.samples]
+        else:
+            choices = [self._record(run, each) for each in run.samples]
         completion = completion_of(run, choices)
         if run.events:
             run.events.append(Finished(completion))
