@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from astraflow.config.env import secret_from_env
-from astraflow.engines.fleet import FleetHost
+from astraflow.engines.fleet import one_of, replicas_of
 from astraflow.engines.launching import Argument, check_arguments, check_settings, vocab_size
 from astraflow.engines.requests import require
 from astraflow.engines.served.engine import Model, ServedEngine
@@ -65,15 +65,8 @@ class VllmEngine(ServedEngine):
         require("engine.kv_after_swap", kv_after_swap, known, "must be recompute or keep", "use recompute")
         directory, python, args = Path(model_dir), python or sys.executable, args or {}
         key = secret_from_env(key_env) if key_env else None
-        replicas = [url] * bool(url) + (urls or [])
-        if replicas:
-            require("engine.urls", urls, not (url and urls), "cannot be with url", "name all servers in urls")
-            alone, name = not (args or env or port), "url" if url else "urls"
-            require(
-                f"engine.{name}", url or urls, alone, "cannot be with args, env or port",
-                "set them where the server starts",
-            )  # fmt: skip
-        else:
+        replicas = replicas_of(url, urls or [], alone=not (args or env or port))
+        if not replicas:
             check_arguments(args, OURS)
             look_at(python)
         model = Model(stop_ids=eos_ids(directory), vocab_size=vocab_size(directory), max_context=max_context)
@@ -84,8 +77,7 @@ class VllmEngine(ServedEngine):
 
         host: Host
         if replicas:
-            hosts = [Attached("vllm", one, open_server, ready_s, key) for one in replicas]
-            host = hosts[0] if len(hosts) == 1 else FleetHost(hosts)
+            host = one_of([Attached("vllm", replica, open_server, ready_s, key) for replica in replicas])
         else:
             settings: dict[str, Argument] = {"dtype": dtype, "seed": seed % 2**31, "max_num_seqs": max_concurrency}
             if max_context:
