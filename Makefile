@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup quickstart two-nodes smollm2 mixed-pool test test-vllm gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-scaling bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup quickstart two-nodes smollm2 mixed-pool test test-vllm test-sglang gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-scaling bench-multi-policy bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -67,7 +67,7 @@ mixed-pool: $(VENV)/.run $(VLLM)/.ready  ## one policy on three kinds of engine:
 	@$(BIN)/astraflow run examples/mixed-pool/mixed-pool.toml --or-resume --rollout.nodes.2.engines.actor.python="$(abspath $(VLLM))/bin/python" $(ARGS)
 
 test: $(VENV)/.dev lint types  ## everything that CI checks: lint, types, all tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not gpu and not vllm" $(TESTS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not gpu and not vllm and not sglang" $(TESTS) $(ARGS)
 
 # vLLM pins other versions than we do, and its CPU build cannot be imported beside the packages that are removed.
 $(VLLM)/.ready: $(VENV)/.python Makefile
@@ -81,6 +81,9 @@ $(VLLM)/.ready: $(VENV)/.python Makefile
 
 test-vllm: $(VENV)/.dev $(VLLM)/.ready  ## a real vLLM: served, trained, updated in flight, killed (15 minutes)
 	@OMP_NUM_THREADS=1 ASTRAFLOW_TEST_VLLM="$(abspath $(VLLM))/bin/python" $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+test-sglang: $(VENV)/.dev  ## a real SGLang beside a GPU: served, updated in flight, killed (SGLANG=/path/to/its/python)
+	@OMP_NUM_THREADS=1 ASTRAFLOW_TEST_SGLANG="$(SGLANG)" $(BIN)/python -m pytest -rs -m sglang tests/sglang $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff (lint and format) and the layers
 	@$(BIN)/ruff check .

@@ -133,7 +133,8 @@ def try_out(
     (episode,) = play(config, models, [task], PlayOptions(1, temperature or 0.0, 1))
     typer.echo(f"task  {json.dumps(task.fields, ensure_ascii=False)}")
     for name, directory in models.items():
-        for sampled, text in conversation(Path(directory), episode, name):
+        spoken = conversation(None if config.policies[name].remote else Path(directory), episode, name)
+        for sampled, text in spoken:
             typer.echo(f"{name if sampled else 'given'}> {text}")
     if episode.error is not None:
         raise EpisodeError(f"the episode failed: {episode.error}")
@@ -196,7 +197,10 @@ def open_model(model: str, recipe: str, policy: str, overrides: list[str]) -> tu
         models[name] = model
     elif newest[name] is None:
         raise LaunchError("run directory", model, f"has no whole checkpoint of {name}", "wait for its first one")
-    return config, {p: str(model_directory(m, cache_dir(), config.run.seed)) for p, m in models.items()}
+    return config, {
+        p: m if config.policies[p].remote else str(model_directory(m, cache_dir(), config.run.seed))
+        for p, m in models.items()
+    }
 
 
 def choose_policy(config: RunConfig, policy: str) -> str:

@@ -182,7 +182,7 @@ def _part_problems(config: RunConfig) -> list[str]:
     """Models that cannot be divided as the trainer is to. Whether their layers can be cut is known when they are
     loaded."""
     problems = []
-    for name, policy in config.policies.items():
+    for name, policy in config.trained.items():
         trainer, path = policy.trainer, Path(policy.model).expanduser() / "config.json"
         if policy.model not in BUILT_IN_MODELS:
             try:
@@ -195,7 +195,8 @@ def _part_problems(config: RunConfig) -> list[str]:
 def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Settings that name a model, and the name."""
     for name, policy in config.policies.items():
-        yield f"policies.{name}.model", policy.model
+        if not policy.remote:
+            yield f"policies.{name}.model", policy.model
         if policy.critic is not None and policy.critic.model:
             yield f"policies.{name}.critic.model", policy.critic.model
         kl = policy.algorithm.penalty

@@ -18,6 +18,7 @@ from astraflow.config.schema import RunConfig
 from astraflow.errors import SourceError
 from astraflow.models.chat import ChatTokenizer
 from astraflow.models.registry import model_directory
+from astraflow.models.remote.transcript import Transcript
 from astraflow.rollout.gateway.app import create_app
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.loop import run_loop
@@ -84,7 +85,9 @@ def play(config: RunConfig, models: Mapping[str, str], tasks: Sequence[Task], op
     Raises: ModelError: a model cannot be used. AstraFlowError: the workflow cannot be built.
     """
     sections = {
-        name: section.model_copy(update={"model": str(_directory(models.get(name, config.base_of(name)), config))})
+        name: section
+        if section.remote
+        else section.model_copy(update={"model": str(_directory(models.get(name, config.base_of(name)), config))})
         for name, section in config.policies.items()
     }
     changed = config.model_copy(update={"policies": sections})
@@ -162,12 +165,13 @@ async def _feed(runner: Runner, leases: list[EpisodeLease]) -> None:
     await runner.emptied()
 
 
-def conversation(model: Path, episode: Episode, policy: str) -> list[tuple[bool, str]]:
-    """What the policy saw and sampled, in order: (sampled, text) with special tokens, of its longest branch."""
+def conversation(model: Path | None, episode: Episode, policy: str) -> list[tuple[bool, str]]:
+    """What the policy saw and sampled, in order: (sampled, text) with special tokens, of its longest branch. `model`:
+    None: a service elsewhere has it."""
     branches = [t for t in episode.trajectories if t.policy == policy]
     if not branches:
         return []
-    chat = ChatTokenizer(model)
+    chat = Transcript() if model is None else ChatTokenizer(model)
     branch = max((t for t in branches if t.parent_branch < 0), key=lambda t: len(t.token_ids))
     spans: list[tuple[bool, list[int]]] = []
     for token, sampled in zip(branch.token_ids.tolist(), branch.loss_mask.tolist(), strict=True):

@@ -27,6 +27,7 @@ from astraflow.errors import (
 )
 from astraflow.models.chat import ChatTokenizer
 from astraflow.models.lora.adapter import read_adapter
+from astraflow.models.remote.transcript import Transcript
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.gateway.tools import parser_for
 from astraflow.rollout.loop import in_thread
@@ -161,6 +162,8 @@ async def start_policy(
     Args: engines: they are there already, or how many to start.
     Raises: ModelError: the model cannot be used.
     """
+    if section.remote:
+        return await in_thread(lambda: _endpoint(name, section, options, section.model, engines), f"engine-{name}")
     try:
         directory = await in_thread(lambda: directory_of(section.model, options.cache, options.seed), f"model-{name}")
     except ModelError as error:
@@ -218,9 +221,10 @@ def _write(fetched: Fetched, directory: Path, name: str, model: str) -> None:
 
 
 def _endpoint(
-    name: str, section: PolicySection, options: PolicyOptions, directory: Path, engines: Sequence[Engine] | int
+    name: str, section: PolicySection, options: PolicyOptions, directory: Path | str, engines: Sequence[Engine] | int
 ) -> PolicyEndpoint:
-    chat = ChatTokenizer(directory)
+    """`directory`: of the model, or its name at a service, for which characters are tokens."""
+    chat: ChatTokenizer | Transcript = Transcript() if section.remote else ChatTokenizer(directory)
     if isinstance(engines, int):
         engines = [start_engine(name, section, options, directory) for _ in range(engines)]
     parser = parser_for(section.tool_parser, chat, f"policies.{name}.tool_parser")

@@ -52,7 +52,7 @@ def test_every_engine_of_the_room_is_in_the_table() -> None:
     assert set(ABILITIES) == set(ROOMS["engines"])
 
 
-@pytest.mark.parametrize("engine", ["local", "vllm", "scripted", "package.module:Engine"])
+@pytest.mark.parametrize("engine", ["local", "vllm", "sglang", "scripted", "package.module:Engine"])
 def test_what_all_can_do_is_not_refused(engine: str) -> None:
     assert problems(engine=engine, lora={}, sampling={"top_p": 0.9, "min_p": 0.1, "top_k": 5}) == []
 
@@ -156,3 +156,19 @@ def test_replay_of_old_data_needs_a_correction_for_every_engine() -> None:
     bare = {"corrections": ["truncate"], "engine_corrections": {"local-float32": []}}
     (problem,) = serving_problems(run_of({}, algorithm=bare, operators=[replay]))
     assert "does not correct off-policy data" in problem
+
+
+def test_agents_cannot_choose_a_temperature_whose_logprobs_an_engine_cannot_say() -> None:
+    (problem,) = problems(engine="sglang", sampling={"agents_choose": ["temperature"]})
+    assert problem.startswith("policies.actor.sampling.agents_choose=['temperature'] cannot be with")
+    assert problems(engine="sglang", sampling={"agents_choose": ["temperature"]}, frozen=True) == []
+    assert problems(engine="vllm", sampling={"agents_choose": ["temperature"]}) == []
+
+
+def test_a_service_elsewhere_serves_frozen_policies_only() -> None:
+    engine = {"type": "remote", "url": "https://judge.example/v1"}
+    found = problems(engine=engine)
+    assert any("policies.actor.engine='remote' cannot take new weights" in problem for problem in found)
+    assert problems(engine=engine, frozen=True, sampling={"temperature": 0}) == []
+    (problem,) = problems(engine=engine, copy_of={"policy": "other"})
+    assert "use it for a policy with frozen = true" in problem

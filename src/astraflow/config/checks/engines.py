@@ -21,6 +21,7 @@ class Ability:
     default_dtype: str
     adapters: bool  # versions that are LoRA adapters
     whole_logprobs: bool  # those that are recorded are of the policy itself, before top-p, top-k and min-p cut it
+    told_temperatures: bool = True  # logprobs may be of another temperature than that of sampling
     versions: bool = True  # weights change while it serves, so it can serve a policy that is trained
     shares_base: bool = False  # one serves all adapters of a base (`contracts.SharesBase`)
 
@@ -30,6 +31,10 @@ ABILITIES: Mapping[str, Ability] = {
         ("float32", "bfloat16", "float16"), "float32", adapters=True, whole_logprobs=True, shares_base=True
     ),
     "vllm": Ability(("float32", "bfloat16", "float16"), "bfloat16", adapters=True, whole_logprobs=True),
+    "sglang": Ability(
+        ("float32", "bfloat16", "float16"), "bfloat16", adapters=True, whole_logprobs=True, told_temperatures=False
+    ),
+    "remote": Ability((), "", adapters=False, whole_logprobs=False, told_temperatures=False, versions=False),
     "scripted": Ability(("float32", "bfloat16", "float16"), "float32", adapters=True, whole_logprobs=True),
 }
 """Engines of users are not in it: nothing is refused of them."""
@@ -80,13 +85,12 @@ def served_problems(setting: str, name: str, policy: PolicySection, section: Eng
     if ability is None:
         return []
     engine, dtype = section.type, section.options.get("dtype", ability.default_dtype)
-    if dtype not in ability.dtypes:
+    if ability.dtypes and dtype not in ability.dtypes:
         return [f"{setting}.dtype={dtype!r} is not one of {', '.join(ability.dtypes)}; choose one of them"]
+    fixed = f"{setting}={engine!r} cannot take new weights; use it for a policy with frozen = true"
     if not policy.trained:
-        return []
-    problems = []
-    if not ability.versions:
-        problems.append(f"{setting}={engine!r} cannot take new weights; use it for a policy with frozen = true")
+        return [fixed] if policy.copy_of is not None and not ability.versions else []
+    problems = [] if ability.versions else [fixed]
     if policy.lora is not None and not ability.adapters:
         problems.append(
             f"{where}.lora cannot be with {setting}={engine!r}, which takes no adapters; train all weights, or "
@@ -96,6 +100,12 @@ def served_problems(setting: str, name: str, policy: PolicySection, section: Eng
         problems.append(
             f"{where}.sampling.{cuts[0]} cannot be with {setting}={engine!r}, which reports logprobs of what was "
             "cut: they are not the policy's, and ratios would be wrong; leave it out, or use another engine"
+        )
+    if not ability.told_temperatures and "temperature" in policy.sampling.agents_choose:
+        problems.append(
+            f"{where}.sampling.agents_choose=['temperature'] cannot be with {setting}={engine!r}, which says the "
+            "logprobs of the temperature that it samples at, and the trainer scores at one; take it out of the list, "
+            "or use another engine"
         )
     return problems + _precision_problems(setting, where, policy, section)
 

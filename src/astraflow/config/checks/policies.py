@@ -39,6 +39,11 @@ def _same_names(config: RunConfig) -> list[str]:
 
 def _problems_of(where: str, policy: PolicySection, config: RunConfig) -> list[str]:
     if policy.trained:
+        if not policy.sampling.temperature:
+            return [
+                f"{where}.sampling.temperature=0 must be greater than 0 in training: a policy that always says the "
+                "likeliest learns nothing; use 1"
+            ]
         if policy.frozen_steps >= config.run.steps:
             return [
                 f"{where}.frozen_steps={policy.frozen_steps} must be below run.steps={config.run.steps}, or it is "

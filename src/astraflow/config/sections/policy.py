@@ -12,7 +12,7 @@ from astraflow.config.sections.base import Component, Name, Spec, Strict, compon
 class SamplingSection(Strict):
     """Sampling of training rollouts; every value is sent explicitly to the engine."""
 
-    temperature: float = Field(1.0, gt=0, description="> 0 in training")
+    temperature: float = Field(1.0, ge=0, description="> 0 in training; 0, of policies that are only served: greedy")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, description="0: off")
     min_p: float = Field(0.0, ge=0, le=1, description="share of the most likely token's probability; 0: off")
@@ -212,6 +212,11 @@ class PolicySection(Strict):
     frozen: bool = Field(False, description="served as it is, never trained: no trainer, no steps")
     frozen_steps: int = Field(0, ge=0, description="steps of the others before it is trained; it makes so many fewer")
     copy_of: Annotated[CopySection | None, BeforeValidator(or_none)] = None
+
+    @property
+    def remote(self) -> bool:
+        """A service elsewhere has its model, by whose name it knows it: no directory, no weights, no tokens."""
+        return self.engine.type == "remote"
 
     @property
     def trained(self) -> bool:

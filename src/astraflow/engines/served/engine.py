@@ -247,7 +247,7 @@ class ServedEngine:
             names = ", ".join(seen.differing[:3])
             return EffectiveWeights(version, held.dtype, f"other numbers in {len(seen.differing)} weights ({names})")
         if seen.unknown or not seen.compared:
-            log.warning("the server cannot look at %d of its weights (%s)", len(seen.unknown), seen.unknown[:1])
+            log.info("the server cannot look at %d of its weights (%s)", len(seen.unknown), seen.unknown[:1])
             return EffectiveWeights(version, held.dtype, "")
         return held
 

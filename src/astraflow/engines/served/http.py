@@ -25,10 +25,12 @@ class Lost(EngineError):
 
 
 class Refused(EngineError):
-    """The server answered that it will not. `status`: of HTTP."""
+    """The server answered that it will not. `status`: of HTTP; `retry_after`: its header, "": none."""
 
-    def __init__(self, thing: str, value: object, rule: str, fix: str, status: int = 500) -> None:
-        self.status = status
+    def __init__(
+        self, thing: str, value: object, rule: str, fix: str, status: int = 500, retry_after: str = ""
+    ) -> None:
+        self.status, self.retry_after = status, retry_after
         super().__init__(thing, value, rule, fix)
 
 
@@ -94,7 +96,7 @@ class Web:
                 text = b"".join([piece async for piece in answer.pieces()]).decode(errors="replace").strip()
                 raise Refused(
                     "server", f"{self.url}{path}", f"answered {answer.status}: {text[:_SHOWN]}",
-                    "see its log", answer.status,
+                    "see its log", answer.status, answer.retry_after,
                 )  # fmt: skip
             yield answer.pieces()
         except (OSError, httptools.HttpParserError) as error:  # a deadline of the connection is an OSError too
@@ -114,7 +116,7 @@ class _Answer:
         self._parser = httptools.HttpResponseParser(self)
         self._pieces: list[bytes] = []
         self._begun = self._whole = False
-        self.status = 0
+        self.status, self.retry_after = 0, ""
 
     async def begin(self) -> None:
         """Until the status and all headers are there."""
@@ -137,6 +139,10 @@ class _Answer:
         if not received:
             raise Lost("server", self._where, "closed the connection before its answer was whole", "see its log")
         self._parser.feed_data(received)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"retry-after":
+            self.retry_after = value.decode("latin-1").strip()
 
     def on_headers_complete(self) -> None:
         self._begun = True

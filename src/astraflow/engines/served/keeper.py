@@ -51,6 +51,7 @@ class Keeper:
         self.version, self.life, self.over = -1, 0, False
         self.last_token = time.monotonic()
         self.serving, self._lock = asyncio.Event(), asyncio.Lock()
+        self._due = 0  # swaps that wait for the one that is made: requests wait for all of them
         self._starts: deque[float] = deque()
         self.gauges: dict[str, float] = {}
         self.counts = {"swaps": 0.0, "swap_s": 0.0, "restarts": 0.0}
@@ -67,8 +68,17 @@ class Keeper:
 
         Raises: what `apply` raises, and then nothing has changed. EngineError: there is no server any more.
         """
-        async with self._lock:
-            await asyncio.to_thread(apply)
+        self._due += 1
+        try:
+            await self._lock.acquire()
+        finally:
+            self._due -= 1
+        try:
+            try:
+                await asyncio.to_thread(apply)
+            except Exception:
+                self._go_on()  # the swap before has left it to this one
+                raise
             began = time.monotonic()
             self.serving.clear()
             try:
@@ -80,6 +90,8 @@ class Keeper:
             self.counts["swaps"] += 1
             self.counts["swap_s"] += time.monotonic() - began
             self._go_on()
+        finally:
+            self._lock.release()
 
     async def compare(self) -> Comparison:
         """What the server's forward pass uses beside the file."""
@@ -151,7 +163,8 @@ class Keeper:
 
     def _go_on(self) -> None:
         self.last_token = time.monotonic()
-        self.serving.set()
+        if not self._due:
+            self.serving.set()
 
     async def _change(self, version: int) -> None:
         """The server goes over to the file as it is now. Raises: Lost, Refused."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from astraflow.engines.served import launching
-from astraflow.engines.served.launching import Argument
+from astraflow.engines import launching
+from astraflow.engines.launching import Argument
 from astraflow.engines.vllm.protocol import BACKEND, PROCESSOR, WORKER
 from astraflow.errors import EngineError
 
