@@ -44,7 +44,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         pa.field("truncated", pa.bool_(), False),
     ]
 )
-"""One row per branch (design section 5). Facts of an episode (error, metrics, wall_s) and of its node are in the header."""
+"""One row per branch (design section 5). Facts of an episode and of its node are in the header."""
 
 TRAINING_SCHEMA = pa.schema(
     [
