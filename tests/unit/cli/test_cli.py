@@ -78,6 +78,9 @@ def test_beyond_loopback_needs_a_token(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.delenv("ASTRAFLOW_TOKEN", raising=False)
     err = failing(["run", "quickstart", "--dataflow.host=0.0.0.0"], capsys, 1)
     assert "dataflow.host=0.0.0.0 is not loopback and there is no token; set ASTRAFLOW_TOKEN" in err
+    for address, said in (("0.0.0.0:0", "--swarm=0.0.0.0 is not loopback"), ("0.0.0.0", "must be HOST:PORT")):
+        err = failing(["node", "--dataflow=http://127.0.0.1:1", f"--swarm={address}"], capsys, 1)
+        assert said in err and "rollout.swarm" not in err
 
 
 def test_an_existing_run_is_refused_before_anything_starts(
@@ -338,3 +341,13 @@ def test_the_policy_must_be_named_when_there_are_several() -> None:
         choose_policy(config, "")
     assert choose_policy(config, "critic") == "critic"
     assert choose_policy(open_run("quickstart", []), "") == "actor"
+
+
+def test_sft_of_several_ranks_starts_itself_for_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[tuple[object, ...]] = []
+    monkeypatch.setattr("astraflow.cli.play.start_ranks", lambda *words: started.append(words))
+    monkeypatch.setattr("astraflow.observe.logs.setup_logging", lambda *_: None)
+    change = "--policies.actor.trainer.ranks=2"
+    assert main(["sft", "quickstart", f"--out={tmp_path / 'base'}", "--threads=3", change]) == 0
+    words = ["sft", "quickstart", f"--out={tmp_path / 'base'}", "--policy=actor", "--threads=3", change]
+    assert started == [("sft of actor", 2, words, None)]
