@@ -217,8 +217,8 @@ def _door(address: str, token: str | None) -> socket.socket:
     host = host.strip("[]") or "127.0.0.1"
     if not port.isdecimal() or int(port) > 65535:
         raise LaunchError("--swarm", address, "must be HOST:PORT", "for example 127.0.0.1:7800, or 0.0.0.0:0")
-    check_bind(host, token, "rollout.swarm.host")
-    return bind(host, int(port), "rollout.swarm.port")
+    check_bind(host, token, "--swarm")
+    return bind(host, int(port), "--swarm")
 
 
 def stage(
