@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from astraflow.algorithms.losses.contract import Metrics, Prepared, TrainedTokens
-from astraflow.algorithms.losses.m2po import M2po
+from astraflow.algorithms.losses.ppo_clip import PpoClip
 from astraflow.contracts import LLM, TokenSink
 from astraflow.engines.local import LocalEngine
 from astraflow.errors import EngineError
@@ -175,8 +175,8 @@ def _pass_on(done: Future[int], told: Future[int]) -> None:
         told.set_exception(error)
 
 
-class ModelledLoss(M2po):
-    """M2PO, as in AstraFlow's recipes; each microbatch takes as long as on `gpus` modelled GPUs.
+class ModelledLoss(PpoClip):
+    """The clipped loss of PPO; each microbatch takes as long as on `gpus` modelled GPUs.
 
     What the tiny model's own forward and backward pass takes comes on top.
     """
