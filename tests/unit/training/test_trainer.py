@@ -93,15 +93,15 @@ def _node(url):
     client, ended = DataflowClient(url, give_up_s=5.0), threading.Event()
 
     def play():
-        run = client.run()
-        client.join(Join(node_id="n", name="n", capacity=8, run_id=run.run_id))
         while not ended.is_set():
-            with contextlib.suppress(WireError):
-                reply = client.lease("n", 8, wait_s=0.2)
-                for lease in reply.leases:
-                    client.commit([_episode(lease, "n", lease.min_versions["actor"])])
-                if reply.finished:  # it answers at once then
-                    ended.wait(0.2)
+            with contextlib.suppress(WireError):  # as when it was taken for dead on a busy machine
+                client.join(Join(node_id="n", name="n", capacity=8, run_id=client.run().run_id))
+                while not ended.is_set():
+                    reply = client.lease("n", 8, wait_s=0.2)
+                    for lease in reply.leases:
+                        client.commit([_episode(lease, "n", lease.min_versions["actor"])])
+                    if reply.finished:  # it answers at once then
+                        ended.wait(0.2)
 
     thread = threading.Thread(target=play)
     thread.start()
