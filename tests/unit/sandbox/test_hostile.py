@@ -1,0 +1,297 @@
+"""Code that attacks: each attempt is contained, its verdict is a failure, and the next job is judged as ever."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from astraflow.sandbox.pool import Sandbox
+from astraflow.sandbox.records import Job, Settings, Verdict
+from sandboxed import needs_sandbox
+
+pytestmark = needs_sandbox
+RIGHT = "def f(x):\n    return x + 1"
+TESTS = ("assert f(1) == 2", "assert f(41) == 42")
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    box = Sandbox(Settings(slots=1, cpu_s=1, wall_s=5.0, memory_bytes=128 << 20, processes=8, output_bytes=1 << 16))
+    yield box
+    box.close()
+
+
+def judged(sandbox: Sandbox, code: str, tests: tuple[str, ...] = TESTS) -> Verdict:
+    return sandbox.submit(Job(code=textwrap.dedent(code), entries=("f",), tests=tests)).result(60)
+
+
+@pytest.fixture(autouse=True)
+def goes_on(sandbox: Sandbox) -> Iterator[None]:
+    """Whatever the test did, the slot judges right and wrong code as before."""
+    yield
+    assert judged(sandbox, RIGHT).outcome == "passed"
+    assert judged(sandbox, "def f(x):\n    return x").outcome == "failed"
+
+
+FAKES = {
+    "exit": "import sys\nsys.exit(0)",
+    "exit in a call": "def f(x):\n    raise SystemExit(0)",
+    "os._exit": "import os\nos._exit(0)",
+    "os._exit in a call": "import os\ndef f(x):\n    os._exit(0)",
+    "prints": "print('passed'); print('OK')\ndef f(x):\n    return 'passed'",
+    "equal to all": """
+        class Same:
+            def __eq__(self, other): return True
+            def __ne__(self, other): return False
+            def __bool__(self): return True
+            __hash__ = None
+        def f(x): return Same()""",
+    "equal number": """
+        class Same(int):
+            def __eq__(self, other): return True
+        def f(x): return Same(0)""",
+    "builtins": """
+        import builtins
+        builtins.AssertionError = Exception
+        builtins.bool = lambda x: True
+        def f(x): return 0""",
+    "callers": """
+        import sys
+        def f(x):
+            frame, found = sys._getframe(), []
+            while frame:
+                found += [v for v in frame.f_globals.values() if isinstance(v, str) and 'assert' in v]
+                found += [str(v) for v in frame.f_locals.values()]
+                frame = frame.f_back
+            return 2 if any('== 2' in v for v in found) else None""",
+    "collector": """
+        import gc
+        def f(x):
+            return 2 if any('== 42' in v for v in gc.get_objects() if isinstance(v, str)) else None""",
+    "trace": """
+        import sys
+        sys.settrace(lambda *a: None)
+        sys.excepthook = lambda *a: None
+        def f(x): raise AssertionError""",
+    "forged answers": """
+        import os
+        for number in range(3, 30):
+            try:
+                os.write(number, b'\\x00\\x00\\x00\\x0b{"why": ""}' * 5 + b'\\x00\\x00\\x00\\x0a{"end": 0}')
+            except OSError:
+                pass
+        def f(x): return 0""",
+    "garbage": """
+        import os
+        def f(x):
+            for number in range(3, 30):
+                try:
+                    os.write(number, b'\\xff' * 4000)
+                except OSError:
+                    pass""",
+    "deep": "def f(x):\n    y = []\n    for _ in range(100000): y = [y]\n    return y",
+    "itself": "def f(x):\n    y = []\n    y.append(y)\n    return y",
+    "huge answer": "def f(x):\n    return 'x' * 10000000",
+    "huge number": "def f(x):\n    return 1 << 100000000",
+    "raises anything": "def f(x):\n    raise type('AssertionError', (BaseException,), {})()",
+    "generator": "def f(x):\n    while True:\n        yield 2",
+}
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_no_trick_passes(sandbox: Sandbox, name: str) -> None:
+    verdict = judged(sandbox, FAKES[name])
+    assert (verdict.outcome, verdict.num_passed) == ("failed", 0), verdict
+
+
+HOGS = {
+    "loop": ("def f(x):\n    while True: pass", "timeout"),
+    "loop when loaded": ("while True: pass", "timeout"),
+    "sleep": ("import time\ndef f(x):\n    time.sleep(1000)", "timeout"),
+    "ignores signals": (
+        "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except Exception: pass\n"
+        "def f(x):\n    while True: pass",
+        "timeout",
+    ),
+    "memory": ("def f(x):\n    return len(bytearray(2 << 30))", "failed"),
+    "memory of many": (
+        "import os, time\nfor _ in range(6):\n    if not os.fork():\n        y = bytearray(60 << 20)\n"
+        "        for i in range(0, len(y), 4096): y[i] = 1\n        time.sleep(100)\ntime.sleep(100)",
+        "failed",
+    ),
+    "recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(x):\n    return f(x)", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOGS)
+def test_limits_hold(sandbox: Sandbox, name: str) -> None:
+    code, outcome = HOGS[name]
+    verdict = judged(sandbox, code)
+    assert verdict.num_passed == 0 and verdict.outcome == (outcome or verdict.outcome), verdict
+    assert verdict.outcome in ("failed", "timeout")
+    assert name != "memory of many" or verdict.why.startswith("memory")
+
+
+def seen(sandbox: Sandbox, expression: str) -> str:
+    """What the code saw, by a test that fails with it."""
+    code = f"""
+        import os
+        def f():
+            try:
+                return str({expression})
+            except Exception as error:
+                return repr(error)"""
+    verdict = judged(sandbox, code, ("raise ValueError('<' + f() + '>')",))
+    return verdict.why.partition("<")[2].rpartition(">")[0]
+
+
+def test_a_fork_bomb_is_limited_and_leaves_nothing(sandbox: Sandbox) -> None:
+    code = """
+        import os, time
+        made = 0
+        def f():
+            global made
+            try:
+                while True:
+                    if os.fork() == 0:
+                        time.sleep(100)
+                    made += 1
+            except OSError:
+                return made"""
+    verdict = judged(sandbox, code, ("n = f()\nassert 1 <= n <= 12, n",))
+    assert verdict.outcome == "passed", verdict
+    bomb = "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: pass"
+    assert judged(sandbox, bomb).outcome == "timeout"
+
+
+def test_threads_are_limited(sandbox: Sandbox) -> None:
+    code = """
+        import threading, time
+        def f():
+            for number in range(1000):
+                try:
+                    threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+                except Exception:
+                    return number"""
+    assert judged(sandbox, code, ("n = f()\nassert 1 <= n <= 12, n",)).outcome == "passed"
+
+
+def test_files_of_the_host_are_not_there(sandbox: Sandbox, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("planted")
+    for path in (secret, Path("/etc/shadow"), Path("/etc/passwd"), Path("/root"), Path("/home"), Path("/work")):
+        assert "No such file" in seen(sandbox, f"os.stat({str(path)!r})"), path
+    assert seen(sandbox, "sorted(set(os.listdir('/')) - {'bin', 'lib', 'lib32', 'lib64'})") == "['dev', 'tmp', 'usr']"
+    assert seen(sandbox, "os.listdir('/tmp')") == "[]"
+    links = "os.symlink('/etc/shadow', '/tmp/a') or open('/tmp/a').read()"
+    assert "No such file" in seen(sandbox, links)
+
+
+@pytest.mark.parametrize("place", ["/", "/usr", "/usr/lib", "/dev", "/bin"])
+def test_nothing_can_be_written_outside_of_tmp(sandbox: Sandbox, place: str) -> None:
+    assert "Read-only" in seen(sandbox, f"open({place!r} + '/x', 'w')") or "Permission" in seen(
+        sandbox, f"open({place!r} + '/x', 'w')"
+    )
+
+
+def test_what_is_written_is_limited_and_gone_afterwards(sandbox: Sandbox) -> None:
+    assert "File too large" in seen(
+        sandbox, "open('/tmp/a', 'wb', 0).write(bytes(1 << 16)) and open('/tmp/a', 'ab', 0).write(b'x')"
+    )
+    many = "[open(f'/tmp/{n}', 'wb', 0).write(bytes(1 << 16)) for n in range(10000)]"
+    assert "No space" in seen(sandbox, many)
+    assert seen(sandbox, "os.listdir('/tmp')") == "[]"
+
+
+def test_there_is_no_network(sandbox: Sandbox) -> None:
+    connect = "__import__('socket').create_connection(({!r}, {}), 2)"
+    assert "unreachable" in seen(sandbox, connect.format("8.8.8.8", 53))
+    assert "refused" in seen(sandbox, connect.format("127.0.0.1", 22))
+    assert "gaierror" in seen(sandbox, connect.format("example.org", 80))
+    assert seen(sandbox, "__import__('socket').if_nameindex()") == "[(1, 'lo')]"
+
+
+def test_other_processes_are_not_there(sandbox: Sandbox) -> None:
+    assert seen(sandbox, "(os.getpid(), os.getppid())") == "(1, 0)"
+    assert "No such process" in seen(sandbox, f"os.kill({os.getpid()}, 9)")
+    assert "No such file" in seen(sandbox, "os.listdir('/proc')")
+    ptrace = f"__import__('ctypes').CDLL(None, use_errno=True).ptrace(16, {os.getpid()}, 0, 0)"
+    assert seen(sandbox, ptrace) in ("-1", "")  # attach
+    assert seen(sandbox, "os.kill(0, 9)") in ("None", "")  # itself at most
+
+
+def test_it_is_nobody_and_knows_nothing(sandbox: Sandbox) -> None:
+    assert seen(sandbox, "(os.getuid(), os.getgid(), 0 in os.getgroups())") == "(65534, 65534, False)"
+    assert "ermitted" in seen(sandbox, "os.setuid(0)") or "Invalid" in seen(sandbox, "os.setuid(0)")
+    assert seen(sandbox, "sorted(k for k in os.environ if k != 'PWD')") == (
+        "['HOME', 'LANG', 'PATH', 'PYTHONDONTWRITEBYTECODE', 'PYTHONHASHSEED', 'TZ']"
+    )
+    assert seen(sandbox, "__import__('socket').gethostname()") == "box"
+    unshare = "__import__('ctypes').CDLL(None, use_errno=True).unshare(0x10000000)"
+    assert seen(sandbox, unshare) == "-1"  # no further user namespace
+    assert seen(sandbox, "open('/dev/tty')").startswith(("FileNotFound", "OSError", "PermissionError"))
+
+
+def test_what_it_leaves_behind_is_not_there_for_the_next(sandbox: Sandbox) -> None:
+    left = """
+        import os, time
+        open('/tmp/left', 'w').write('x')
+        if not os.fork():
+            os.setsid()
+            time.sleep(100)
+        """
+    code = textwrap.dedent(left)
+    assert judged(sandbox, code + RIGHT).outcome == "passed"
+    assert seen(sandbox, "os.path.exists('/tmp/left')") == "False"
+
+
+def test_a_box_of_a_user_of_its_own_when_root_runs_it(sandbox: Sandbox) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give boxes users of their own")
+    judged(sandbox, RIGHT)
+    users = {
+        os.stat(f"/proc/{name}").st_uid
+        for name in os.listdir("/proc")
+        if name.isdecimal() and Path(f"/proc/{name}").exists()
+    }
+    assert any(user >= 0x1000_0000 for user in users)
+
+
+PROGRAM = "print(int(input()) + 1)"
+CASES = (("1\n", "2\n"), ("41\n", "42\n"))
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("import os\nos.kill(os.getppid(), 9)\nprint(2)", "failed"),
+        ("while True: print('x' * 1000)", "failed"),
+        ("while True: pass", "timeout"),
+        ("import os\nos.write(1, b'2\\n'); os._exit(1)", "failed"),
+        ("import sys\nsys.exit(3)", "failed"),
+        ("import os\nif not os.fork():\n    while True: pass\nprint(int(input()) + 2)", "failed"),
+    ],
+)
+def test_programs_that_attack(sandbox: Sandbox, code: str, outcome: str) -> None:
+    assert sandbox.submit(Job(code=code, cases=CASES)).result(60).outcome == outcome
+    assert sandbox.submit(Job(code=PROGRAM, cases=CASES)).result(60).outcome == "passed"
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "import os\nos._exit(0)",
+        "while True: pass",
+        "import os\nos.kill(os.getppid(), 9)",
+        "import os\nfor n in range(3, 20):\n    try: os.write(n, b'\\xff' * 5000)\n    except OSError: pass",
+        "import builtins\nbuiltins.compile = None",
+    ],
+)
+def test_tests_that_attack_their_driver_harm_no_other_job(sandbox: Sandbox, test: str) -> None:
+    job = Job(code=RIGHT, entries=("f",), tests=(test, "assert f(1) == 2"), trusted=False)
+    sandbox.submit(job).result(60)
+    assert judged(sandbox, RIGHT).outcome == "passed"
