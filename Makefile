@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup quickstart two-nodes smollm2 mixed-pool test test-vllm test-sglang gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-regions bench-scaling bench-multi-policy bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup sandbox quickstart two-nodes smollm2 mixed-pool test test-vllm test-sglang gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-sandbox bench-regions bench-scaling bench-multi-policy bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -66,7 +66,18 @@ smollm2: $(VENV)/.smollm2  ## train SmolLM2-135M-Instruct on short sums
 mixed-pool: $(VENV)/.run $(VLLM)/.ready  ## one policy on three kinds of engine: float32, slow bfloat16, vLLM
 	@$(BIN)/astraflow run examples/mixed-pool/mixed-pool.toml --or-resume --rollout.nodes.2.engines.actor.python="$(abspath $(VLLM))/bin/python" $(ARGS)
 
-test: $(VENV)/.dev lint types  ## everything that CI checks: lint, types, all tests
+# What runs code of models. Root installs it with apt; others are told. Without it the tests that need it skip, and say so.
+sandbox:
+	@if [ "$$(uname -s)" = Linux ] && ! command -v bwrap >/dev/null; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing bubblewrap with apt-get (once): the sandbox for code of models"; \
+	    { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq bubblewrap || \
+	      { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq bubblewrap; }; } >/dev/null 2>&1 || true; \
+	  fi; \
+	  command -v bwrap >/dev/null || echo "NO SANDBOX: bubblewrap is not here (apt-get install bubblewrap); its tests are skipped" >&2; \
+	fi
+
+test: $(VENV)/.dev sandbox lint types  ## everything that CI checks: lint, types, all tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not gpu and not vllm and not sglang" $(TESTS) $(ARGS)
 
 # vLLM pins other versions than we do, and its CPU build cannot be imported beside the packages that are removed.
@@ -150,6 +161,9 @@ bench-weights: $(VENV)/.dev  ## bytes and seconds of moving the weights of a ste
 
 bench-pool: $(VENV)/.dev  ## 1,000 simulated nodes and 8 policies against one data service
 	@$(BIN)/python -m benchmarks.bench_pool $(ARGS)
+
+bench-sandbox: $(VENV)/.dev sandbox  ## solutions of MBPP and HumanEval judged in bubblewrap, per second
+	@$(BIN)/python -m benchmarks.bench_sandbox $(ARGS)
 
 bench-regions: $(VENV)/.dev  ## trainer and nodes in two regions, 100 Mbit/s and 150 ms apart: full, deltas, deltas and a relay
 	@$(BIN)/python -m benchmarks.bench_regions $(ARGS)

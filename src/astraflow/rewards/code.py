@@ -58,7 +58,7 @@ class Code:
         if credit not in ("all", "share"):
             raise Problem("workflow.reward.credit", credit, "is not known", "use 'all' or 'share'")
         self._credit = credit
-        self._sandbox = shared(settings_of(sandbox or {}, "workflow.reward.sandbox"), "workflow.reward.sandbox")
+        self.sandbox = shared(settings_of(sandbox or {}, "workflow.reward.sandbox"), "workflow.reward.sandbox")
         self._kept: OrderedDict[Job, Verdict] = OrderedDict()
 
     async def __call__(self, completion: str, task: Task) -> Outcome:
@@ -70,7 +70,7 @@ class Code:
         if (known := self._kept.get(job)) is not None:
             self._kept.move_to_end(job)
             return known
-        verdict = await asyncio.wrap_future(self._sandbox.submit(job))
+        verdict = await asyncio.wrap_future(self.sandbox.submit(job))
         if verdict.outcome in ("passed", "failed"):
             self._kept[job] = verdict
             while len(self._kept) > NUM_KEPT:
@@ -81,7 +81,7 @@ class Code:
         """What tests that a model wrote say of a whole program."""
         entries = tuple(task.get("entries") or ())
         job = Job(code=code, entries=entries, setup=task.get("setup") or "", tests=tests, trusted=False)
-        return await asyncio.wrap_future(self._sandbox.submit(job))
+        return await asyncio.wrap_future(self.sandbox.submit(job))
 
     def job(self, code: str, task: Task) -> Job:
         """Raises: ValueError: the task has no tests."""
