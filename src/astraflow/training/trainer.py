@@ -68,6 +68,11 @@ class Together:
     turn: threading.Lock = field(default_factory=threading.Lock)  # whoever computes has it
     servers: list[ServerProcess] = field(default_factory=list)  # of weights: one, once it is started
 
+    def stop_server(self) -> None:
+        """End it, if it was started."""
+        for server in self.servers:
+            server.stop()
+
 
 def run_trainer(
     dataflow: str, policy: str, run_dir: Path, *, threads: int = 0, token: str | None = None,
@@ -88,7 +93,7 @@ def run_trainer(
         ranks = ALONE if place is None else stack.enter_context(joined(place))
         stack.enter_context(ranks.watched())
         together = Together(stop, ranks, Bases() if len(policies) > 1 else None)
-        stack.callback(lambda: [server.stop() for server in together.servers])
+        stack.callback(together.stop_server)
         if not ranks.leads:
             _follow(policy, run_dir, threads, stop, ranks)
         elif len(policies) == 1:
