@@ -24,7 +24,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-SCALE = 40.0  # modelled seconds that pass in a real one
+SCALE = 60.0  # modelled seconds that pass in a real one
 GPUS = 16
 TRAIN_GPU_S_PER_TOKEN = 0.26
 

@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,15 +23,20 @@ from astraflow.engines.local import LocalEngine
 from astraflow.errors import EngineError
 from astraflow.types import Adapter, EffectiveWeights, Generation, Message, Outcome, Sampling, Task
 from astraflow.workflows.teams.actor_verifier import ActorVerifier
-from benchmarks.multi_policy.hardware import CALL_TOKENS, TOOL_S, TRAIN_GPU_S_PER_TOKEN, Rows
+from benchmarks.multi_policy.hardware import CALL_TOKENS, SCALE, TOOL_S, TRAIN_GPU_S_PER_TOKEN, Rows
+
+T = TypeVar("T")
+GATHER_S = 0.025  # real seconds in which requests to the tiny model come together, so that it costs few decode steps
 
 
 @dataclass(eq=False)
 class _Call:
-    sampled: Future[Generation]  # of the tiny model
-    future: Future[Generation]
+    request_id: str
+    prompt_ids: Sequence[int] | np.ndarray
+    sampling: Sampling
     on_tokens: TokenSink | None
-    due: bool = False
+    sampled: Future[Generation] = field(default_factory=Future)  # by the tiny model
+    future: Future[Generation] = field(default_factory=Future)
 
 
 class ModelledEngine:
@@ -42,13 +47,15 @@ class ModelledEngine:
     """
 
     def __init__(
-        self, model_dir: Path | str, *, gpus: float = 1.0, scale: float = 40.0, max_concurrency: int = 64,
+        self, model_dir: Path | str, *, gpus: float = 1.0, scale: float = SCALE, max_concurrency: int = 64,
         threads: int = 1, seed: int = 0,
     ) -> None:  # fmt: skip
         self._tiny = LocalEngine(model_dir, max_concurrency=max_concurrency, threads=threads, seed=seed)
         self._scale, self._rng = scale, random.Random(seed)
         self._rows, self._start = Rows(gpus), time.monotonic()
         self._calls: dict[int, _Call] = {}
+        self._fresh: list[_Call] = []  # not asked of the tiny model yet
+        self._gathered = 0.0  # since when
         self._keys: dict[str, int] = {}
         self._serial = itertools.count()
         self._swaps: list[tuple[float, Future[int], Future[int]]] = []  # (in force at, told, of the tiny model)
@@ -61,12 +68,13 @@ class ModelledEngine:
         on_tokens: TokenSink | None = None,
     ) -> Future[Generation]:  # fmt: skip
         """Queue one generation."""
-        sampled = self._tiny.submit(request_id, prompt_ids, sampling)
-        call = _Call(sampled, Future(), on_tokens)
+        call = _Call(request_id, prompt_ids, sampling, on_tokens)
         call.future.set_running_or_notify_cancel()
         key = next(self._serial)
         with self._changed:
             self._calls[key], self._keys[request_id] = call, key
+            self._gathered = self._gathered or time.monotonic()
+            self._fresh.append(call)
             ended = self._rows.add(key, CALL_TOKENS.draw(self._rng), self._now())
             self._changed.notify()
         self._tell(ended)
@@ -74,6 +82,7 @@ class ModelledEngine:
 
     def cancel(self, request_id: str) -> None:
         """End a request with what it has."""
+        self._ask(self._take_fresh())
         self._tiny.cancel(request_id)
         with self._changed:
             key = self._keys.get(request_id)
@@ -84,6 +93,7 @@ class ModelledEngine:
         """Requests that come from now on are sampled under it; all rows pause as on the modelled GPUs."""
         told: Future[int] = Future()
         told.set_running_or_notify_cancel()
+        self._ask(self._take_fresh())  # they began before
         of_tiny = self._tiny.load_weights(version, tensors, adapter)
         with self._changed:
             until, ended = self._rows.pause(self._now())
@@ -128,6 +138,7 @@ class ModelledEngine:
             self._closed = True
             self._changed.notify()
         self._thread.join(timeout=60)
+        self._ask(self._take_fresh())
         self._tiny.close()
         self._tell(list(self._calls))
 
@@ -135,25 +146,42 @@ class ModelledEngine:
         return (time.monotonic() - self._start) * self._scale
 
     def _run(self) -> None:
-        while True:
+        while not self._closed:
             with self._changed:
-                if self._closed:
-                    return
                 now = self._now()
                 ended = self._rows.advance(now)
                 over = [swap for swap in self._swaps if swap[0] <= now]
                 self._swaps = [swap for swap in self._swaps if swap[0] > now]
-                if not ended and not over:
-                    ends = [t for t in (self._rows.next_end(), *(swap[0] for swap in self._swaps)) if t is not None]
-                    self._changed.wait(max(0.0005, (min(ends) - now) / self._scale) if ends else None)
+                fresh = self._take_fresh() if self._fresh and self._gathered + GATHER_S <= time.monotonic() else []
+                if not (ended or over or fresh):
+                    self._changed.wait(self._until_next(now))
+            self._ask(fresh)
             self._tell(ended)
             for _, told, of_tiny in over:
                 of_tiny.add_done_callback(lambda done, told=told: _pass_on(done, told))  # type: ignore[misc]
+
+    def _until_next(self, now: float) -> float | None:
+        ends = [(end - now) / self._scale for end in (self._rows.next_end(), *(s[0] for s in self._swaps)) if end]
+        if self._fresh:
+            ends.append(self._gathered + GATHER_S - time.monotonic())
+        return max(0.0005, min(ends)) if ends else None
+
+    def _take_fresh(self) -> list[_Call]:
+        with self._changed:
+            fresh, self._fresh, self._gathered = self._fresh, [], 0.0
+        return fresh
+
+    def _ask(self, calls: Sequence[_Call]) -> None:
+        for call in calls:
+            sampled = self._tiny.submit(call.request_id, call.prompt_ids, call.sampling)
+            sampled.add_done_callback(lambda done, call=call: _pass_on(done, call.sampled))  # type: ignore[misc]
 
     def _tell(self, keys: Sequence[int]) -> None:
         for key in keys:
             with self._changed:
                 call = self._calls.pop(key, None)
+                if call is not None:
+                    self._keys.pop(call.request_id, None)
             if call is not None:
                 call.sampled.add_done_callback(lambda done, call=call: self._answer(call, done))  # type: ignore[misc]
 
@@ -167,7 +195,7 @@ class ModelledEngine:
         call.future.set_result(found)
 
 
-def _pass_on(done: Future[int], told: Future[int]) -> None:
+def _pass_on(done: Future[T], told: Future[T]) -> None:
     error = done.exception()
     if error is None:
         told.set_result(done.result())
@@ -181,7 +209,7 @@ class ModelledLoss(PpoClip):
     What the tiny model's own forward and backward pass takes comes on top.
     """
 
-    def __init__(self, gpus: float = 1.0, scale: float = 40.0) -> None:
+    def __init__(self, gpus: float = 1.0, scale: float = SCALE) -> None:
         super().__init__()
         self._real_s_per_token = TRAIN_GPU_S_PER_TOKEN / gpus / scale if scale else 0.0
 
@@ -194,7 +222,7 @@ class ModelledLoss(PpoClip):
 class SlowlyVerified(ActorVerifier):
     """Actor and verifier; a tool runs before each verdict. `scale`: modelled seconds in a real one."""
 
-    def __init__(self, *, reward: str | Mapping[str, Any], check: str, retry: str, scale: float = 40.0) -> None:
+    def __init__(self, *, reward: str | Mapping[str, Any], check: str, retry: str, scale: float = SCALE) -> None:
         super().__init__(reward=reward, check=check, retry=retry)
         self._rng, self._scale = random.Random(), scale
 
