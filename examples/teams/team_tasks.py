@@ -3,6 +3,8 @@
 import asyncio
 import random
 
+from astraflow.sources.code.snippets import SnippetsSource
+
 
 def share_of_digits(completion, task):
     """How much of the reply is digits, 0 to 1."""
@@ -58,6 +60,23 @@ class Demos(Sums):
             said = rng.choice(chance)
         if self.of != "answer":
             asked += {"verdict": "=", "route": "who?"}[self.of]
+        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+
+
+class Expected(Sums):
+    """What a tester is shown: the beginning of a test, and what the function should give, else a number by chance."""
+
+    def __init__(self, *, right: float = 0.5, size: int = 6400):
+        super().__init__(size=size)
+        self.right = right
+
+    def row(self, index):
+        rng = random.Random(f"expected/{index}")
+        task = SnippetsSource().row(rng.randrange(100))
+        said = task["tests"][0].removeprefix(task["test_stub"])
+        if rng.random() >= self.right:
+            said = str(rng.randrange(20))
+        asked = f"{task['brief']} {task['test_stub']}"
         return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandboxed import needs_sandbox
 
 from astraflow.config.load import load_run
 from astraflow.launch.checks import check_start
@@ -16,6 +17,7 @@ from astraflow.weights.store import FileStore
 pytestmark = [pytest.mark.flow, pytest.mark.slow, pytest.mark.timeout(240)]
 TEAMS = Path(__file__).parents[2] / "examples" / "teams"
 FILES = sorted(TEAMS.glob("*.toml"))
+CODE = [pytest.param(path, marks=needs_sandbox) if path.stem == "coder" else path for path in FILES]
 SMALL = ("--run.steps=2", "--dataflow.heartbeat_s=0.2", "--workflow.group_size=8")
 
 
@@ -26,7 +28,7 @@ def _in_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TEAMS))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CODE, ids=lambda path: path.stem)
 def test_a_team_trains_two_steps(path: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     config = load_run(path)
     assert check_start(config, here=True)[0]["train"] == 100
@@ -57,5 +59,5 @@ def test_roles_of_one_base_publish_nothing_but_adapters(tmp_path: Path, run: Cal
 
 
 def test_the_files_are_short() -> None:
-    assert len(FILES) == 5
+    assert len(FILES) == 6
     assert {path.name: lines for path in FILES if (lines := len(path.read_text().splitlines())) > 45} == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -66,22 +65,24 @@ class Code:
 
     async def verdict(self, code: str, task: Task) -> Verdict:
         """What the tests of the task say of a whole program. Raises: ValueError: the task has no tests."""
-        job = self.job(code, task)
-        if (known := self._kept.get(job)) is not None:
-            self._kept.move_to_end(job)
-            return known
-        verdict = await asyncio.wrap_future(self.sandbox.submit(job))
-        if verdict.outcome in ("passed", "failed"):
-            self._kept[job] = verdict
-            while len(self._kept) > NUM_KEPT:
-                self._kept.popitem(last=False)
-        return verdict
+        return await self._run(self.job(code, task))
 
     async def judge(self, code: str, tests: tuple[str, ...], task: Task) -> Verdict:
         """What tests that a model wrote say of a whole program."""
         entries = tuple(task.get("entries") or ())
-        job = Job(code=code, entries=entries, setup=task.get("setup") or "", tests=tests, trusted=False)
-        return await asyncio.wrap_future(self.sandbox.submit(job))
+        setup = task.get("setup") or ""
+        return await self._run(Job(code=code, entries=entries, setup=setup, tests=tests, trusted=False))
+
+    async def _run(self, job: Job) -> Verdict:
+        if (known := self._kept.get(job)) is not None:
+            self._kept.move_to_end(job)
+            return known
+        verdict = await self.sandbox.run(job)
+        if verdict.outcome in ("passed", "failed"):
+            self._kept[job] = verdict
+            if len(self._kept) > NUM_KEPT:
+                self._kept.popitem(last=False)
+        return verdict
 
     def job(self, code: str, task: Task) -> Job:
         """Raises: ValueError: the task has no tests."""

@@ -46,7 +46,7 @@ def _sums() -> list[_Problem]:
 
     joins: list[tuple[str, str, Callable[[int, int], Any]]] = [
         ("plus", "+", lambda x, y: x + y), ("minus", "-", lambda x, y: x - y),
-        ("times", "*", lambda x, y: x * y), ("is more than", ">", lambda x, y: x > y),
+        ("times", "*", lambda x, y: x * y),
     ]  # fmt: skip
     return [
         _Problem(f"{left[0]} {word} {right[0]}", f"{left[1]}{sign}{right[1]}", joined(left, right, how))
@@ -98,7 +98,7 @@ class SnippetsSource:
         self, *, kind: str = "sums", form: str = "function", split: str = "train", size: int = 0, seed: int = 0,
         demos: bool = False, right: float = 0.2,
     ) -> None:  # fmt: skip
-        """`kind`: sums (384 problems of two numbers) or lists (150 of a list). `size`: rows; 0: each problem of the
+        """`kind`: sums (288 problems of two numbers) or lists (150 of a list). `size`: rows; 0: each problem of the
         split once. `demos`: rows `{messages}` from train problems; a share `right` of them shows its own problem's
         expression, the others that of another one."""
         check_size("sources.snippets", size)
