@@ -49,16 +49,26 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
     Raises: GatewayError (499): so it did.
     """
-    doing = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(hung_up(request.receive))
-    try:
-        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise GatewayError("connection", "closed", "was closed by the agent", "keep it open for the reply", 499)
-        return doing.result()
-    finally:
-        gone.cancel()
+    doing = asyncio.current_task()
+    assert doing is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        await hung_up(request.receive)
+        gone = True
         doing.cancel()
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not gone or doing.uncancel():  # the server ends, too
+            raise
+        error = GatewayError("connection", "closed", "was closed by the agent", "keep it open for the reply", 499)
+        raise error from None
+    finally:
+        watching.cancel()
 
 
 async def hung_up(receive: Receive) -> None:
