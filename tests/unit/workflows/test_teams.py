@@ -22,6 +22,7 @@ from astraflow.rollout.gateway.tools import parser_for
 from astraflow.rollout.worker.client import LLM, Policies
 from astraflow.types import EpisodeLease, Message, Outcome, Sampling, Task
 from astraflow.workflows.load import build_workflow
+from sandboxed import needs_sandbox
 
 Say = Callable[[str], str] | Sequence[str]
 QUESTION = Task("train", 0, 0, {"question": "3+4?", "answer": "7"})
@@ -342,3 +343,50 @@ def test_roles_and_limits_that_cannot_be_are_refused_at_load(
 async def test_a_workflow_that_calls_an_undeclared_policy_is_told_which_there_are() -> None:
     with pytest.raises(EpisodeError, match=r"^workflow: llm\['judge'\] is not a policy of this run; known: actor"):
         Policies({"actor": 1})["judge"]
+
+
+CODE = Task("train", 0, 0, {
+    "question": "twice a", "entries": ["f"], "stub": "def f(a):\n    return ", "solution": "def f(a):\n    return 2*a",
+    "tests": ["assert f(1) == 2", "assert f(4) == 8"], "test_stub": "assert f(3) == ",
+})  # fmt: skip
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("code", "test", "rewards"),
+    [
+        ("2*a", "6", (1.0, 1.0)),
+        ("a+a", "7", (1.0, 1 / 3)),  # right of the code that is wrong alone
+        ("a", "6", (0.0, 1.0)),
+        ("a+3", "6", (0.0, 2 / 3)),  # a test that lets wrong code pass
+        ("2*a", "f", (1.0, 1 / 3)),
+        ("2*a", "", (1.0, 0.0)),
+    ],
+)
+async def test_a_tester_earns_what_its_tests_tell_apart(
+    chat: ChatTokenizer, code: str, test: str, rewards: tuple[float, float]
+) -> None:
+    table = Table(chat, coder=[code], tester=[test])
+    play = built("coder_tester", ["coder", "tester"], test_prompt="{question} {test_stub}", sandbox={"slots": 1})
+    outcome = await table.play(play, CODE)
+    assert (table.rewards["coder"], table.rewards["tester"]) == pytest.approx(rewards)
+    assert outcome.metrics["success"] == rewards[0] and outcome.metrics["tests_written"] == float(bool(test))
+
+
+@needs_sandbox
+async def test_a_coder_without_tests_of_the_task_is_an_error(chat: ChatTokenizer) -> None:
+    play = built("coder_tester", ["coder", "tester"], sandbox={"slots": 1})
+    with pytest.raises(EpisodeError, match="needs a task of functions"):
+        await Table(chat, coder=["x"], tester=["x"]).play(play)
+
+
+async def test_rewards_that_take_time_are_awaited(chat: ChatTokenizer) -> None:
+    async def slow(completion: str, task: Task) -> float:
+        await asyncio.sleep(0)
+        return float(completion == task["answer"])
+
+    play = built("best_of_n", ["actor", "judge"], reward="exact", policy="actor", judge="judge", n=2)
+    play._questions._reward = slow
+    table = Table(chat, actor=["7", "8"], judge=["9", "0"])
+    outcome = await table.play(play)
+    assert outcome.metrics["solved"] == 1.0

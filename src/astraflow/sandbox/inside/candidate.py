@@ -27,6 +27,7 @@ class _Candidate:
         self._channel, self._limit = channel, limit
         self._space: dict[str, Any] = {"__name__": "solution"}
         self._held: list[Any] = []
+        self._numbers: dict[int, int] = {}
 
     def serve(self) -> None:
         while True:
@@ -80,8 +81,10 @@ class _Candidate:
         return pack(value, self._far)
 
     def _far(self, value: Any) -> Any:
-        self._held.append(value)
-        return {"h": len(self._held) - 1}
+        number = self._numbers.setdefault(id(value), len(self._held))  # held, so that its id stays its own
+        if number == len(self._held):
+            self._held.append(value)
+        return {"h": number}
 
     def _near(self, packed: Any) -> Any:
         return self._held[packed["h"]]

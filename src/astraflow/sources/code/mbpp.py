@@ -72,7 +72,7 @@ def _names(code: str, tests: str, where: str) -> tuple[list[str], str]:
     Raises: SourceError: one of the two is no Python, or they have no name in common."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
+            warnings.simplefilter("ignore")  # of escapes in texts
             body, tested = ast.parse(code).body, ast.parse(tests)
     except SyntaxError as error:
         raise SourceError(where, error.msg, "is not Python", "mend `code` or `test_list`") from error
