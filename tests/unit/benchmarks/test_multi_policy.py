@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.bench_multi_policy import checks
+from benchmarks.bench_multi_policy import checks, gains
 from benchmarks.multi_policy.hardware import CALL_TOKENS, Decoding, LongTail, Rows
 from benchmarks.multi_policy.sides import last, reached
 
@@ -73,7 +73,8 @@ def test_all_policies_must_be_at_the_target():
 
 
 def row(side: str, seed: int, t_s: float | None) -> dict[str, object]:
-    return {"times": "modelled", "side": side, "seed": seed, "t_s": t_s}
+    curve = [[10.0], [13.0], [16.0]] if "loop" in side else [[2.0], [3.0], [4.0], [9.0]]
+    return {"times": "modelled", "side": side, "seed": seed, "t_s": t_s, "curve": curve}
 
 
 def test_who_does_not_arrive_counts_with_the_limit():
@@ -81,4 +82,5 @@ def test_who_does_not_arrive_counts_with_the_limit():
     first = checks(rows, 120.0)[0]
     assert first.value == pytest.approx((3.0 * 12.0) ** 0.5)
     assert first.ok
+    assert gains(rows) == [{"times": "gain", "side": "all", "gain": 3.0}]
     assert checks([*rows, row("loop, shared", 2, 30.0), row("ours", 2, None)], 120.0)[0].value is None
