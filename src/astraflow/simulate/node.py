@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from astraflow.config.schema import NodeSection
@@ -19,7 +19,7 @@ _MOST_COMMITTED = 256
 class Versions:
     """What trainers published: when each version may be read. Policies that are not trained have version 0."""
 
-    def __init__(self, clock: Clock, trained: dict[str, int]) -> None:
+    def __init__(self, clock: Clock, trained: Iterable[str]) -> None:
         self._clock = clock
         self._visible: dict[str, list[float]] = {name: [0.0] for name in trained}
 

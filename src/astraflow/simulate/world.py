@@ -89,7 +89,7 @@ class _World:
         seed, size = plan.seed, config.group_size(config.train_sources[0])
         trained = {name: _trained(config, profile, plan, name, size) for name in config.trained}
         self._dataflow = Dataflow(self._clock, trained, size, seed, plan.barrier)
-        versions = Versions(self._clock, dict.fromkeys(trained, 0))
+        versions = Versions(self._clock, trained)
         most = {name: policy.sampling.max_tokens for name, policy in config.policies.items()}
         network = profile.network
         self._around = Around(
