@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from astraflow.config.env import secret_from_env
+from astraflow.engines.fleet import one_of, replicas_of
 from astraflow.engines.launching import Argument, check_arguments, check_settings, vocab_size
 from astraflow.engines.requests import GREEDY_BELOW, check_sampling, require
 from astraflow.engines.served.engine import Model, ServedEngine
@@ -24,13 +25,13 @@ from astraflow.types import Sampling
 class SglangEngine(ServedEngine):
     """SGLang of a Python environment of its own.
 
-    Args: model_dir: a Hugging Face directory; python: the interpreter that has SGLang, "": this one; args, env: further
-    options of `sglang serve` and variables; port: 0 takes a free one; url: of a server that runs already, which is then
-    neither started nor ended; key_env: name of the variable with that server's API key; share: a directory that node
-    and server both see, "": chosen; max_concurrency: requests decoded at once; max_context: 0 is the server's limit;
-    threads: of each server process; seed: of sampling; deterministic: seeds of requests count, at some cost in speed;
-    delay_s: before each request; ready_s: from start to the first answer; hang_s: without a token, until a server
-    counts as hung; max_restarts: within half an hour.
+    Args: model_dir: a Hugging Face directory; python: the interpreter that has SGLang, "": this one; args, env:
+    further options of `sglang serve` and variables; port: 0 takes a free one; url: of a server that runs already,
+    which is then neither started nor ended, urls: of several, as one; key_env: name of the variable with their API
+    key; share: a directory that node and server both see, "": chosen; max_concurrency: requests decoded at once;
+    max_context: 0 is the server's limit; threads: of each server process; seed: of sampling; deterministic: seeds of
+    requests count, at some cost in speed; delay_s: before each request; ready_s: from start to the first answer;
+    hang_s: without a token, until a server counts as hung; max_restarts: within half an hour.
     Raises: ModelError, EngineError, LaunchError: there is no such server; nothing is left of it.
     """
 
@@ -43,6 +44,7 @@ class SglangEngine(ServedEngine):
         env: dict[str, str] | None = None,
         port: int = 0,
         url: str = "",
+        urls: list[str] | None = None,
         key_env: str = "",
         share: str = "",
         dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
@@ -62,10 +64,8 @@ class SglangEngine(ServedEngine):
         )  # fmt: skip
         directory, python, args = Path(model_dir), python or sys.executable, args or {}
         key = secret_from_env(key_env) if key_env else None
-        if url:
-            alone = not (args or env or port)
-            require("engine.url", url, alone, "cannot be with args, env or port", "set them where that server starts")
-        else:
+        replicas = replicas_of(url, urls or [], alone=not (args or env or port))
+        if not replicas:
             check_arguments(args, OURS)
             look_at(python)
         size = vocab_size(directory)
@@ -75,8 +75,9 @@ class SglangEngine(ServedEngine):
         def open_server(web: Web) -> SglangServer:
             return SglangServer(web, dtype, size, seed, deterministic=deterministic)
 
-        if url:
-            host: Host = Attached("sglang", url, open_server, ready_s, key)
+        host: Host
+        if replicas:
+            host = one_of([Attached("sglang", replica, open_server, ready_s, key) for replica in replicas])
         else:
             settings: dict[str, Argument] = {
                 "dtype": dtype, "random_seed": seed % 2**30, "max_running_requests": max_concurrency,

@@ -186,6 +186,18 @@ def test_a_server_that_runs_already(start: Start, endless_dir: Path, tensors: di
         engine.close()
 
 
+def test_several_servers_serve_as_one(start: Start, endless_dir: Path, tensors: dict[str, torch.Tensor]) -> None:
+    owners = [start(), start()]
+    engine = SglangEngine(endless_dir, urls=[owner.url for owner in owners], dtype="float32")
+    try:
+        engine.load_weights(3, tensors).result(60)
+        futures = [engine.submit(str(number), PROMPT, Sampling(max_tokens=40)) for number in range(8)]
+        assert {version for future in futures for version in future.result(60).versions.tolist()} == {3}
+        assert all(owner.bodies() and len(owner.asked("update")) == 1 for owner in owners)
+    finally:
+        engine.close()
+
+
 def test_a_run_file_builds_it(python: str, endless_dir: Path) -> None:
     options = {"python": python, "dtype": "float32", "max_context": 64, "max_concurrency": 4, "threads": 1, "seed": 9}
     engine = build("engines", "sglang", options, "policies.p.engine", model_dir=endless_dir)
