@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from astraflow.config.schema import RunConfig, SamplingSection
+from astraflow.config.schema import RunConfig
 from astraflow.engines.local import LocalEngine
 from astraflow.models.load import load_model, state_tensors
 from astraflow.models.scoring.forward import packed_logprobs, prepare_model
@@ -109,8 +109,3 @@ def test_fifty_steps_without_a_learning_rate_show_no_trend_in_the_gap(tiny_char,
         gaps.append((metrics["logprob_gap/max"], metrics["policy/approx_kl"]))
     learner.close()
     assert np.max(gaps) < TOLERANCE and np.abs(np.polyfit(np.arange(50), gaps, 1)[0]).max() < 1e-8
-
-
-def test_a_temperature_of_zero_is_an_error_in_training():
-    with pytest.raises(ValueError, match=r"temperature[\s\S]*greater than 0"):
-        SamplingSection(temperature=0)
