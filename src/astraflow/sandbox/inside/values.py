@@ -38,8 +38,8 @@ def pack(value: Any, far: Callable[[Any], Any]) -> Any:
         return {"b": bytes(value).hex()}
     if isinstance(value, complex):
         return {"c": [value.real, value.imag]}
-    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
-        return {"y": value.__name__}
+    if isinstance(value, type) and vars(builtins).get(type.__getattribute__(value, "__name__")) is value:
+        return {"y": type.__getattribute__(value, "__name__")}
     return far(value)
 
 

@@ -33,7 +33,7 @@ class CoderTester(ByRoles):
         self._code = Code(credit=credit, sandbox=sandbox)
         self._ask_code, self._ask_tests = Questions(prompt, "exact"), Questions(test_prompt, "exact")
         roles = {"coder": coder, "tester": tester}
-        super().__init__(roles, dict.fromkeys((*self._ask_code.fields, *self._ask_tests.fields)))
+        super().__init__(roles, tuple(dict.fromkeys((*self._ask_code.fields, *self._ask_tests.fields))))
 
     async def __call__(self, task: Task, llm: Mapping[str, LLM]) -> Outcome:
         entries = task.get("entries")
@@ -46,7 +46,7 @@ class CoderTester(ByRoles):
         code, test = assembled(answer, task.fields), _test_of(written, task)
         hidden, *seen = await asyncio.gather(self._code.verdict(code, task), *self._verdicts(code, test, task))
         graded = self._code.outcome(hidden)
-        if graded.reward is None:
+        if graded.reward is None or isinstance(graded.reward, dict):
             return graded
         right = [hidden.outcome == "passed", False, True][: len(seen)]
         agreed = [(verdict.outcome == "passed") == wanted for verdict, wanted in zip(seen, right, strict=True)]
