@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sandboxed import needs_sandbox
 
 from astraflow.config.load import load_run
 from astraflow.launch.checks import check_start
 from astraflow.observe.summary import law_holds
 from astraflow.weights.store import FileStore
+from sandboxed import needs_sandbox
 
 pytestmark = [pytest.mark.flow, pytest.mark.slow, pytest.mark.timeout(240)]
 TEAMS = Path(__file__).parents[2] / "examples" / "teams"
