@@ -24,6 +24,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 class RankLost(WeightError):
     """A rank died, or did not do its part in time. The group is of no use any more."""
 
+    exit_code = 3  # of a rank that ends because another one is gone
+
 
 class Exchange:
     """The group. Made on all of its ranks at once; then used by one thread of each.
