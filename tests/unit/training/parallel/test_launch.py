@@ -11,7 +11,8 @@ import threading
 import pytest
 
 from astraflow.errors import LaunchError, Problem
-from astraflow.training.parallel import launch, ranks
+from astraflow.training.parallel import launch
+from astraflow.training.parallel.ranks import RankLost
 from astraflow.weights.shards import exchange
 
 CODE = """
@@ -106,4 +107,4 @@ def test_silence_is_that_of_each_rank_since_its_last_sign(tmp_path):
 
 def test_a_rank_that_misses_another_one_says_so_wherever_it_notices() -> None:
     """In a step, or while the parts of a version are gathered: the rank that died is to blame, not this one."""
-    assert ranks.RankLost.exit_code == exchange.RankLost.exit_code == launch.LOST
+    assert RankLost.exit_code == exchange.RankLost.exit_code == launch.LOST
