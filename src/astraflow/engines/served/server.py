@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
+from astraflow.errors import EngineError
 from astraflow.types import Sampling
+
+R = TypeVar("R")
+UNLABELLED = "default"  # what vLLM and SGLang call the weights that they were started with
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -78,3 +82,24 @@ class Server(Protocol):
 
     async def gauges(self) -> dict[str, float]:
         """How busy it is: server_running, server_waiting, kv_usage (0 to 1). Also how it is known to be alive."""
+
+
+def version_of(name: str, label: str) -> int:
+    """The version that a server of this name says, -1 where it is that of its start. Raises: EngineError."""
+    if label == UNLABELLED:
+        return -1
+    try:
+        return int(label)
+    except ValueError as error:
+        raise EngineError(
+            f"{name} weight version", label, "is not one of ours", "let nobody else change the server's weights"
+        ) from error
+
+
+def decoded(name: str, fix: str, content: bytes, kind: type[R]) -> R:
+    """What a server of this name answered. Raises: EngineError: something else."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        shown = content[:200].decode(errors="replace")
+        raise EngineError(f"{name} answer", shown, f"cannot be read ({error})", fix) from error

@@ -21,20 +21,20 @@ import math
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import xxhash
 
 from astraflow.engines.requests import GREEDY_BELOW
 from astraflow.engines.served.http import Lost, Refused, Web
-from astraflow.engines.served.server import Ask, Comparison, Piece, Span
+from astraflow.engines.served.server import UNLABELLED, Ask, Comparison, Piece, Span, decoded, version_of
 from astraflow.engines.sglang.command import check_version
 from astraflow.errors import EngineError
 
-R = TypeVar("R")
-_UNLABELLED = "default"  # what SGLang calls the weights that it was started with
+_decoded = partial(decoded, "sglang", "use SGLang 0.5.23")
 _LOOK_S, _LONG_S = 10.0, 600.0
 _FLAT = 1e6  # a temperature that makes all tokens of any model nearly equally likely
 _TOLD_WITHIN = 0.1  # nats, of the logprob at `_FLAT`; half precision is off by 0.04
@@ -66,7 +66,7 @@ class _Finish(msgspec.Struct):
 class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] = []
-    weight_version: str = _UNLABELLED
+    weight_version: str = UNLABELLED
     weight_versions: list[_Span] | None = None
 
 
@@ -258,26 +258,7 @@ def _piece(ids: list[int], meta: _Meta, reason: str | None, count: int) -> Piece
         )
     spans = None
     if reason is not None:
-        spans = [Span(_version(meta.weight_version), 0, count)]
+        spans = [Span(version_of("sglang", meta.weight_version), 0, count)]
         if meta.weight_versions is not None:
-            spans = [Span(_version(span.version), span.start, span.end) for span in meta.weight_versions]
+            spans = [Span(version_of("sglang", span.version), span.start, span.end) for span in meta.weight_versions]
     return Piece(ids, [min(0.0, row[0]) for row in said], reason, spans)
-
-
-def _version(label: str) -> int:
-    if label == _UNLABELLED:
-        return -1
-    try:
-        return int(label)
-    except ValueError as error:
-        raise EngineError(
-            "sglang weight version", label, "is not one of ours", "let nobody else change the server's weights"
-        ) from error
-
-
-def _decoded(content: bytes, kind: type[R]) -> R:
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except msgspec.DecodeError as error:
-        shown = content[:200].decode(errors="replace")
-        raise EngineError("sglang answer", shown, f"cannot be read ({error})", "use SGLang 0.5.23") from error

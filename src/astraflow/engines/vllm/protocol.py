@@ -13,21 +13,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from astraflow.engines.served.http import Refused, Web
-from astraflow.engines.served.server import Ask, Comparison, Piece, Span
+from astraflow.engines.served.server import Ask, Comparison, Piece, Span, decoded, version_of
 from astraflow.errors import EngineError
 
 R = TypeVar("R")
+_decoded = partial(decoded, "vllm", "use vLLM 0.32")
 BACKEND = "astraflow"
 WORKER = "astraflow.engines.vllm.inside.worker.WorkerExtension"
 PROCESSOR = "astraflow.engines.vllm.inside.sampler:ToldTemperatures"
 TOLD = "astraflow_logprob_temperature"
-_UNLABELLED = "default"  # what vLLM calls the weights that it was started with
 _LOOK_S, _LONG_S = 10.0, 600.0
 
 
@@ -216,24 +217,5 @@ def _piece(event: _Event) -> Piece | None:
     spans = choice.weight_versions
     return Piece(
         ids, [min(0.0, row.logprob) for row in said], choice.finish_reason,
-        None if spans is None else [Span(_version(span.version), span.start, span.end) for span in spans],
+        None if spans is None else [Span(version_of("vllm", span.version), span.start, span.end) for span in spans],
     )  # fmt: skip
-
-
-def _version(label: str) -> int:
-    if label == _UNLABELLED:
-        return -1
-    try:
-        return int(label)
-    except ValueError as error:
-        raise EngineError(
-            "vllm weight version", label, "is not one of ours", "let nobody else change the server's weights"
-        ) from error
-
-
-def _decoded(content: bytes, kind: type[R]) -> R:
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except msgspec.DecodeError as error:
-        shown = content[:200].decode(errors="replace")
-        raise EngineError("vllm answer", shown, f"cannot be read ({error})", "use vLLM 0.32") from error
