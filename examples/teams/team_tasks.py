@@ -3,7 +3,9 @@
 import asyncio
 import random
 
+from astraflow.contracts import Environment
 from astraflow.sources.code.snippets import SnippetsSource
+from astraflow.types import Step
 
 
 def share_of_digits(completion, task):
@@ -87,22 +89,20 @@ class Piles(Sums):
         return {"pile": 4 + index % 5, "first": index // 5 % 2}
 
 
-class Nim:
+class Nim(Environment):
     """Take 1 to 3; who takes the last one wins, who says something else loses."""
 
-    def start(self, task):
-        self.pile, self.turn, self.winner = task["pile"], task["first"], -1
+    sides = 2
 
-    def view(self, side):
-        return f"{self.pile}?"
+    def reset(self, task):
+        self.pile = task["pile"]
+        return Step(f"{self.pile}?", side=task["first"])
 
-    def move(self, side, text):
-        taken = int(text[0]) if text[:1] in ("1", "2", "3") else 0
+    def step(self, action):
+        taken = int(action.text[0]) if action.text[:1] in ("1", "2", "3") else 0
         legal = 0 < taken <= self.pile
         self.pile -= taken if legal else 0
-        over = not legal or not self.pile
-        self.winner = (side if legal else 1 - side) if over else -1
-        self.turn = None if over else 1 - side
-
-    def score(self, side):
-        return float(self.winner == side)
+        if legal and self.pile:
+            return Step(f"{self.pile}?", side=1 - action.side)
+        winner = action.side if legal else 1 - action.side
+        return Step("", [float(winner == side) for side in (0, 1)], done=True)

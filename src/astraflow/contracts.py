@@ -10,6 +10,7 @@ import numpy as np
 
 from astraflow.errors import EngineError
 from astraflow.types import (
+    Action,
     Adapter,
     EffectiveWeights,
     Generation,
@@ -18,6 +19,7 @@ from astraflow.types import (
     Outcome,
     Sampling,
     SourceView,
+    Step,
     Stored,
     Task,
     WeightVersion,
@@ -210,40 +212,34 @@ class Workflow(Protocol):
 
 
 class Environment(Protocol):
-    """A world with tools; one instance per episode."""
+    """A world that lasts one episode. Inherit, and write `reset` and `step`; the rest is neutral.
+
+    All three methods may be coroutine functions. The constructor only looks at its options: one is made to check a run
+    file. The same task and the same actions give the same steps, in any process. What a policy does wrong is told in a
+    step. What raises, or misses its deadline, is a failure of the environment: the episode is played again in a fresh
+    one, and in the end fails with the error `env_error` or `env_timeout`.
+    """
+
+    runs: ClassVar[Literal["cheap", "cpu", "box", "service", "judge"]] = "cheap"
+    """Where the work of a step is done: here, in less than a millisecond; in a process of a pool, which is killed at
+    the deadline; in the sandbox; by another service; by a model. The last three have a coroutine function as `step`."""
+    sides: int = 1
+    """How many policies act in it, as in a game for two."""
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """OpenAI function schemas."""
+        """OpenAI function schemas; a class attribute will do. Empty: it is acted in by text."""
+        return []
 
-    def reset(self, task: Task) -> list[Message]:
-        """The opening messages."""
+    def reset(self, task: Task) -> str | list[Message] | Step | Awaitable[str | list[Message] | Step]:
+        """What the policy is told first: a text, whole messages, or, where there are several sides, a Step."""
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """Run one tool; a wrong call gives a text that says so, it does not raise. None: the conversation ends here."""
+    def step(self, action: Action) -> Step | Awaitable[Step]:
+        """What comes of one action. A reply that calls no tool is an action too: its text, perhaps the answer."""
 
-    def score(self, messages: Sequence[Message]) -> Outcome:
-        """The outcome of the finished conversation."""
-
-
-class Game(Protocol):
-    """A game for two sides, 0 and 1; one instance per episode."""
-
-    def start(self, task: Task) -> None:
-        """Set it up as the task says."""
-
-    @property
-    def turn(self) -> int | None:
-        """The side that moves next; None: the game is over."""
-
-    def view(self, side: int) -> str:
-        """What the side is told before its move."""
-
-    def move(self, side: int, text: str) -> None:
-        """The side says its move; one against the rules does not raise, it loses or is as the rules say."""
-
-    def score(self, side: int) -> float:
-        """Reward of the side, when the game is over or was cut."""
+    def close(self) -> Awaitable[None] | None:
+        """Release what it holds; called once, however the episode ended."""
+        return None
 
 
 class RewardFunction(Protocol):

@@ -7,6 +7,7 @@ A trajectory walks forward through the folders; the only thing that walks back i
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -42,6 +43,33 @@ class Task(msgspec.Struct, frozen=True):
     def group_id(self) -> str:
         """Identity of the group of this task: one per `(source, epoch, row)`."""
         return f"{self.source}/{self.epoch}/{self.row}"
+
+    @property
+    def seed(self) -> int:
+        """For an environment's chance, 0 to 2**31 - 1, equal for siblings: the field `seed`, else made from the id."""
+        given = self.fields.get("seed")
+        return given if isinstance(given, int) else zlib.crc32(self.group_id.encode()) & 0x7FFFFFFF
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy does in an environment: it calls a tool, or says something. Produced by a workflow."""
+
+    text: str = ""  # the text of its reply
+    tool: str | None = None  # None: it called none, and `text` is what it does
+    arguments: dict[str, Any] = {}
+    finish_reason: str = "stop"  # of the reply; "length": it was cut
+    turn: int = 1  # the reply of the episode that it is part of, from 1
+    side: int = 0  # who acts, where there are several sides
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What came of an action. Produced by an environment."""
+
+    text: str = ""  # what is told: the result of the tool, or a message to who acts next
+    reward: float | list[float] | None = 0.0  # is added up; a list: one per side; None: the episode is unscored
+    done: bool = False  # the episode is over
+    metrics: dict[str, float] = {}  # of the episode, the newest value counts; "success" (0 or 1): default reward >= 1
+    side: int = 0  # who acts next, where there are several sides
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

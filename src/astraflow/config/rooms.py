@@ -7,6 +7,7 @@ entry point of the group `astraflow.<room>`. Nothing is imported before it is as
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import json
@@ -16,9 +17,9 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from astraflow.errors import Problem
+from astraflow.errors import ConfigError, Problem
 
 log = logging.getLogger(__name__)
 
@@ -234,3 +235,39 @@ def _type_problem(annotation: Any, value: Any) -> str:
 def build(room: str, type_name: str, options: Mapping[str, Any], where: str, **given: Any) -> Any:
     """Resolve and call `room`'s `type_name` with `options` and with what the system passes (`given`)."""
     return resolve(room, type_name, where)(**options, **given)
+
+
+class Chosen(NamedTuple):
+    """What a setting such as `{type = "name", option = ...}` names, looked up and with checked options."""
+
+    type: str
+    target: Any
+    options: dict[str, Any]
+
+    def make(self) -> Any:
+        """A function with its options; of anything else, a fresh one made with them."""
+        if inspect.isfunction(self.target):
+            return functools.partial(self.target, **self.options) if self.options else self.target
+        return self.target(**self.options)
+
+
+def choose(room: str, spec: str | Mapping[str, Any], where: str) -> Chosen:
+    """What `spec`, a name or `{type = ..., option = ...}`, names. Raises: Problem or ConfigError, with `where`."""
+    options = {"type": spec} if isinstance(spec, str) else dict(spec)
+    type_name = options.pop("type", None)
+    if not isinstance(type_name, str):
+        raise Problem(f"{where}.type", type_name, "must be a text", 'write a name or {type = "name", ...}')
+    target = resolve(room, type_name, f"{where}.type")
+    if not inspect.isfunction(target) and (problems := check_options(target, options, where, set())):
+        raise ConfigError(where, problems)
+    return Chosen(type_name, target, options)
+
+
+def required(module: str, extra: str) -> Any:
+    """The imported `module` of an optional package. Raises: Problem: it is not installed; names the pip command."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise Problem(
+            "package", error.name or module, "is not installed", f"run: pip install 'astraflow[{extra}]'"
+        ) from error

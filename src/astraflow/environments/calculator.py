@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
+from astraflow.contracts import Environment
 from astraflow.errors import Problem
-from astraflow.types import Message, Outcome, Task
+from astraflow.types import Action, Step, Task
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -39,7 +37,7 @@ def evaluate(expr: str) -> int:
     return a + b if op == "+" else a - b if op == "-" else a * b
 
 
-class Calculator:
+class Calculator(Environment):
     """Reward: 0.1 for a valid call, 0.2 x share of the problem copied into it, 0.7 for the right answer after it.
 
     Only `digit operator digit` is a call; anything else ends the conversation as plain content would. The answer counts
@@ -54,56 +52,40 @@ class Calculator:
         if not 0 <= partial < 1:
             raise Problem("calculator.partial", partial, "must be in [0, 1)", "use 0 for right answers only")
         self._problem = self._answer = ""
+        self._called = False
         self._partial = partial
 
     @property
     def tools(self) -> list[dict[str, Any]]:
         return TOOLS
 
-    def reset(self, task: Task) -> list[Message]:
+    def reset(self, task: Task) -> str:
         self._problem, self._answer = task["text"], task["answer"]
-        return [{"role": "user", "content": self._problem}]
+        return self._problem
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        expr = _valid_expr(name, arguments)
-        return None if expr is None else f"<{evaluate(expr)}>"
-
-    def score(self, messages: Sequence[Message]) -> Outcome:
-        turns = [m for m in messages if m["role"] == "assistant"]
-        expr = _called(turns[0]) if turns else None
+    def step(self, action: Action) -> Step:
+        if action.tool is None:
+            return self._answered(action)
+        expr = _valid_expr(action)
         if expr is None:
-            return Outcome(reward=0.0, rewards_per_call=[0.0] * len(turns), metrics={"success": 0.0})
-        called = FOR_A_CALL + FOR_COPYING * sum(a == b for a, b in zip(expr, self._problem, strict=False)) / 3
-        said, wanted = _said(turns[1]) if len(turns) == 2 else "", self._answer + "."
-        right = said == wanted
-        share = self._partial * _num_equal_at_the_start(said, wanted) / len(wanted)
-        answered = FOR_THE_ANSWER * (1.0 if right else share)
-        parts = [called, *(0.0 for _ in turns[2:]), answered][: len(turns)]
-        return Outcome(reward=called + answered, rewards_per_call=parts, metrics={"success": float(right)})
+            return Step(done=True, metrics={"success": 0.0})
+        first, self._called = not self._called, True
+        return Step(f"<{evaluate(expr)}>", self._copied(expr) if first else 0.0, metrics={"success": 0.0})
+
+    def _copied(self, expr: str) -> float:
+        return FOR_A_CALL + FOR_COPYING * sum(a == b for a, b in zip(expr, self._problem, strict=False)) / 3
+
+    def _answered(self, action: Action) -> Step:
+        said, wanted = action.text.strip(), self._answer + "."
+        if not self._called or action.turn != 2 or action.finish_reason != "stop":
+            return Step(done=True, metrics={"success": 0.0})
+        share = 1.0 if said == wanted else self._partial * _num_equal_at_the_start(said, wanted) / len(wanted)
+        return Step("", FOR_THE_ANSWER * share, done=True, metrics={"success": float(said == wanted)})
 
 
-def _valid_expr(name: str, arguments: Mapping[str, Any]) -> str | None:
-    expr = arguments.get("expr")
-    return expr if name == "calc" and isinstance(expr, str) and _EXPR.fullmatch(expr) else None
-
-
-def _called(turn: Message) -> str | None:
-    """The expression of the first call of `turn`, if it is a valid one."""
-    calls = turn.get("tool_calls")
-    if not calls:
-        return None
-    function = calls[0]["function"]
-    try:
-        arguments = msgspec.json.decode(function["arguments"], type=dict[str, Any])
-    except msgspec.DecodeError:
-        return None
-    return _valid_expr(function["name"], arguments)
-
-
-def _said(turn: Message) -> str:
-    """The text of an answer that ended by itself; "" for anything else."""
-    ended = turn.get("finish_reason") == "stop" and not turn.get("tool_calls")
-    return (turn.get("content") or "").strip() if ended else ""
+def _valid_expr(action: Action) -> str | None:
+    expr = action.arguments.get("expr")
+    return expr if action.tool == "calc" and isinstance(expr, str) and _EXPR.fullmatch(expr) else None
 
 
 def _num_equal_at_the_start(a: str, b: str) -> int:

@@ -1,4 +1,4 @@
-"""From `[workflow]` to something that plays episodes; and the reward functions and environments that workflows name."""
+"""From `[workflow]` to something that plays episodes; and the reward functions that workflows name."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from astraflow.config.rooms import build, check_options, resolve
+from astraflow.config.rooms import check_options, choose, resolve
 from astraflow.contracts import LLM, RewardFunction
-from astraflow.errors import ConfigError, Problem
+from astraflow.errors import ConfigError
 from astraflow.workflows.roles import ByRoles
 
 PlayFunction = Callable[..., Any]
@@ -52,20 +52,4 @@ def choose_policy(llm: Mapping[str, LLM], policy: str | None) -> LLM:
 
 def reward_function(spec: str | Mapping[str, Any], where: str = "workflow.reward") -> RewardFunction:
     """A built-in name, `module:Class` with options, or `module:function`."""
-    return cast(RewardFunction, factory("rewards", spec, where)())
-
-
-def factory(room: str, spec: str | Mapping[str, Any], where: str) -> Callable[[], Any]:
-    """Makes what `spec` (a name, or `{type = ..., option = ...}`) describes; everything is checked here and now."""
-    chosen = {"type": spec} if isinstance(spec, str) else dict(spec)
-    type_name = chosen.pop("type", None)
-    if not isinstance(type_name, str):
-        raise Problem(f"{where}.type", type_name, "must be a text", 'write a name or {type = "name", ...}')
-    target = resolve(room, type_name, f"{where}.type")
-    if inspect.isfunction(target):
-        bound = functools.partial(target, **chosen) if chosen else target
-        return lambda: bound
-    problems = check_options(target, chosen, where, set())
-    if problems:
-        raise ConfigError(where, problems)
-    return functools.partial(build, room, type_name, chosen, where)
+    return cast(RewardFunction, choose("rewards", spec, where).make())

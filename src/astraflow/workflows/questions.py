@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from astraflow.contracts import LLM
@@ -79,11 +79,3 @@ async def said(llm: LLM, text: str, **options: Any) -> str:
 def together(team: float | None, own: float) -> float | None:
     """Unscored when the team is."""
     return None if team is None else own
-
-
-def guarded(act: Callable[..., Any], *arguments: Any) -> Any:
-    """What an environment gives. Raises: EpisodeError: it raised."""
-    try:
-        return act(*arguments)
-    except Exception as error:
-        raise EpisodeError(f"environment: {type(error).__name__}: {error}") from error

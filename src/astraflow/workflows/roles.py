@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from astraflow.errors import Problem
+
+Number = TypeVar("Number", int, float)
 
 
 class ByRoles:
@@ -38,7 +41,7 @@ def check_policy(policy: str, policies: Sequence[str], where: str) -> None:
         raise Problem(where, policy, "is not a policy of this run", f"name one of: {known}")
 
 
-def at_least(setting: str, value: int, least: int, fix: str) -> int:
+def at_least(setting: str, value: Number, least: int, fix: str) -> Number:
     """`value`. Raises: Problem: it is below `least`."""
     if value < least:
         raise Problem(f"workflow.{setting}", value, f"must be >= {least}", fix)

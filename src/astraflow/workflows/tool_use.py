@@ -1,4 +1,4 @@
-"""A conversation with an environment's tools until the policy answers in plain text."""
+"""A policy in an environment: it calls tools, or acts by what it says, until the environment is done."""
 
 from __future__ import annotations
 
@@ -6,68 +6,70 @@ from collections.abc import Mapping
 from typing import Any
 
 from astraflow.contracts import LLM
-from astraflow.errors import EpisodeError, Problem
-from astraflow.types import Message, Outcome, Task
-from astraflow.workflows.load import choose_policy, factory
-from astraflow.workflows.roles import ByRoles
+from astraflow.environments.worlds import STEP_S, World, Worlds
+from astraflow.errors import EpisodeError
+from astraflow.types import Message, Outcome, Task, error_kind
+from astraflow.workflows.load import choose_policy
+from astraflow.workflows.roles import ByRoles, at_least
+from astraflow.workflows.tally import Budget, Tally, actions_of
 
 
 class ToolUse(ByRoles):
-    """Up to `max_turns` replies; after each that calls tools, their results are appended and the policy goes on.
+    """Each reply is one action for each tool that it calls, else one of its text; what they give is appended.
 
-    The environment scores the messages of the conversation, in which each reply also has its `finish_reason`.
+    A budget that is spent ends the episode, with the rewards so far: replies, sampled tokens, seconds (looked at
+    between replies), and the context of the model.
     """
 
-    def __init__(self, *, environment: str | Mapping[str, Any], max_turns: int = 4, policy: str | None = None) -> None:
-        """`environment`: one fresh instance per episode. `policy`: who plays; needed with several policies."""
-        if max_turns < 1:
-            raise Problem("workflow.max_turns", max_turns, "must be >= 1", "use 2 for one tool call and an answer")
+    def __init__(
+        self, *, environment: str | Mapping[str, Any], max_turns: int = 4, max_sampled_tokens: int = 0,
+        max_wall_s: float = 0.0, step_s: float = STEP_S, policy: str | None = None,
+    ) -> None:  # fmt: skip
+        """`environment`: a fresh one per episode, with `step_s` for each of its steps. 0: no such limit. `policy`: who
+        plays; needed with several policies."""
         super().__init__({"policy": policy} if policy is not None else {})
-        self._environment = factory("environments", environment, "workflow.environment")
-        self._max_turns, self._policy = max_turns, policy
+        at_least("max_turns", max_turns, 1, "use 2 for one tool call and an answer")
+        at_least("max_sampled_tokens", max_sampled_tokens, 0, "use 0 for no limit")
+        at_least("max_wall_s", max_wall_s, 0, "use 0 for no limit")
+        self._limits = (max_turns, max_sampled_tokens, max_wall_s)
+        self._worlds, self._policy = Worlds(environment, step_s=step_s), policy
 
     async def __call__(self, task: Task, llm: Mapping[str, LLM]) -> Outcome:
-        client = choose_policy(llm, self._policy)
+        world = self._worlds.open()
         try:
-            world = self._environment()
-            messages: list[Message] = list(world.reset(task))
-            tools = world.tools
-        except Exception as error:
-            raise _failure(error) from error
-        conversation = list(messages)
-        for _ in range(self._max_turns):
-            reply = await client.chat(messages, tools=tools)
+            return await self._play(task, world, choose_policy(llm, self._policy))
+        finally:
+            await world.close()
+
+    async def _play(self, task: Task, world: World, client: LLM) -> Outcome:
+        tally, budget = Tally(), Budget(*self._limits)
+        messages, _ = await world.reset(task)
+        tools = {"tools": world.tools} if world.tools else {}
+        while not tally.done and not budget.spent:
+            try:
+                reply = await client.chat(messages, **tools, **budget.options())
+            except EpisodeError as error:
+                if error_kind(str(error)) == "overlong" and tally.turns:
+                    break
+                raise
+            budget.replied(reply.usage)
             messages.append(reply.message)
-            conversation.append({**reply.message, "finish_reason": reply.finish_reason})
-            if not reply.tool_calls:
+            messages += await self._act(world, tally, reply)
+        return tally.outcome(self._policy)
+
+    async def _act(self, world: World, tally: Tally, reply: Any) -> list[Message]:
+        results: list[Message] = []
+        for action, call_id in actions_of(reply, tally.turn()):
+            step = await world.step(action)
+            tally.add(step)
+            if step.done:
                 break
-            results = _run_tools(world, reply.tool_calls)
-            messages += results
-            conversation += results
-            if len(results) < len(reply.tool_calls):
-                break
-        try:
-            outcome = world.score(conversation)
-        except Exception as error:
-            raise _failure(error) from error
-        if not isinstance(outcome, Outcome):
-            raise EpisodeError(f"environment: score returned {type(outcome).__name__}, not an Outcome")
-        return outcome
+            results.append(told(step.text, call_id))
+        return results
 
 
-def _run_tools(world: Any, calls: Any) -> list[Message]:
-    """One tool message per call, up to the first call for which the environment has none: there it ends."""
-    results: list[Message] = []
-    for call in calls:
-        try:
-            text = world.call(call.name, call.arguments)
-        except Exception as error:
-            raise _failure(error) from error
-        if text is None:
-            break
-        results.append({"role": "tool", "tool_call_id": call.id, "content": text})
-    return results
-
-
-def _failure(error: Exception) -> EpisodeError:
-    return EpisodeError(f"environment: {type(error).__name__}: {error}")
+def told(text: str, call_id: str | None) -> Message:
+    """The message that tells what came of an action: the result of a tool call, or what comes next."""
+    if call_id is None:
+        return {"role": "user", "content": text}
+    return {"role": "tool", "tool_call_id": call_id, "content": text}

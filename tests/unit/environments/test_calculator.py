@@ -6,106 +6,79 @@ import pytest
 
 from astraflow.environments.calculator import Calculator
 from astraflow.errors import Problem
-from astraflow.types import Task
+from astraflow.types import Action, Step, Task
 
 TASK = Task("train", 0, 0, {"text": "3*4?", "answer": "12", "a": 3, "b": 4, "op": "*"})
 
 
-def call(arguments, finish_reason="tool_calls", name="calc"):
-    function = {"name": name, "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "c", "type": "function", "function": function}],
-        "finish_reason": finish_reason,
-    }
+def call(expr, turn=1, name="calc"):
+    return Action(tool=name, arguments={"expr": expr}, finish_reason="tool_calls", turn=turn)
 
 
-def say(content, finish_reason="stop"):
-    return {"role": "assistant", "content": content, "finish_reason": finish_reason}
+def say(content, finish_reason="stop", turn=2):
+    return Action(text=content, finish_reason=finish_reason, turn=turn)
 
 
-RIGHT_CALL = call('{"expr": "3*4"}')
-RESULT = {"role": "tool", "tool_call_id": "c", "content": "<12>"}
+RIGHT_CALL = call("3*4")
 
 
-def score(*turns):
-    world = Calculator()
-    outcome = world.score([*world.reset(TASK), *turns])
-    return outcome.reward, outcome.metrics["success"]
+def play(*actions, world=None):
+    """The rewards of the steps, and the last step."""
+    world = world or Calculator()
+    assert world.reset(TASK) == "3*4?"
+    steps = [world.step(action) for action in actions]
+    assert not any(step.done for step in steps[:-1])
+    return [step.reward for step in steps], steps[-1]
 
 
-def test_the_tool_evaluates_digit_operator_digit():
-    world = Calculator()
-    assert world.reset(TASK) == [{"role": "user", "content": "3*4?"}]
-    assert world.call("calc", {"expr": "3*4"}) == "<12>"
-    assert world.call("calc", {"expr": "2-9"}) == "<-7>"
-    assert world.call("calc", {"expr": "9+9"}) == "<18>"
+@pytest.mark.parametrize(("expr", "result"), [("3*4", "<12>"), ("2-9", "<-7>"), ("9+9", "<18>")])
+def test_the_tool_evaluates_digit_operator_digit(expr, result):
+    assert play(call(expr))[1].text == result
 
 
 @pytest.mark.parametrize("expr", ["3*44", "3/4", "", "3*", "a*4", "3*4 ", "3**4", "\u0663*4", None, 34])
-def test_an_invalid_expression_has_no_result_and_no_reward(expr):
-    assert Calculator().call("calc", {"expr": expr}) is None
+def test_an_invalid_expression_ends_without_reward(expr):
+    assert play(call(expr))[1] == Step(done=True, metrics={"success": 0.0})
 
 
-def test_an_unknown_tool_has_no_result():
-    assert Calculator().call("search", {"expr": "3*4"}) is None
-    assert Calculator().call("calc", {"x": "3*4"}) is None
-
-
-@pytest.mark.parametrize(
-    ("turns", "reward", "success"),
-    [
-        ((RIGHT_CALL, RESULT, say("12.")), 1.0, 1.0),
-        ((RIGHT_CALL, RESULT, say(" 12. ")), 1.0, 1.0),
-        ((RIGHT_CALL, RESULT, say("12")), 0.3, 0.0),
-        ((RIGHT_CALL, RESULT, say("13.")), 0.3, 0.0),
-        ((RIGHT_CALL, RESULT, say("12.", "length")), 0.3, 0.0),
-        ((RIGHT_CALL, RESULT, RIGHT_CALL), 0.3, 0.0),
-        ((RIGHT_CALL, RESULT), 0.3, 0.0),
-        ((RIGHT_CALL, RESULT, say("12."), say("12.")), 0.3, 0.0),
-        ((call('{"expr": "3*5"}'), RESULT, say("12.")), 0.1 + 0.2 * 2 / 3 + 0.7, 1.0),
-        ((call('{"expr": "8-1"}'), RESULT, say("7.")), 0.1, 0.0),
-        ((call('{"expr": "3*44"}'),), 0.0, 0.0),
-        ((call("not json"),), 0.0, 0.0),
-        ((call('{"expr": "3*4"}', name="other"),), 0.0, 0.0),
-        ((say("12."),), 0.0, 0.0),
-        ((), 0.0, 0.0),
-    ],
-)
-def test_rewards(turns, reward, success):
-    got, ok = score(*turns)
-    assert got == pytest.approx(reward)
-    assert ok == success
+def test_an_unknown_tool_ends_too():
+    assert play(call("3*4", name="search"))[1].done
+    assert play(Action(tool="calc", arguments={"x": "3*4"}))[1].done
 
 
 @pytest.mark.parametrize(
-    ("turns", "parts"),
+    ("actions", "parts", "success"),
     [
-        ((RIGHT_CALL, RESULT, say("12.")), [0.3, 0.7]),
-        ((RIGHT_CALL, RESULT, say("13.")), [0.3, 0.0]),
-        ((call('{"expr": "8-1"}'), RESULT, say("12.")), [0.1, 0.7]),
-        ((RIGHT_CALL, RESULT), [0.3]),
-        ((RIGHT_CALL, RESULT, say("12."), say("12.")), [0.3, 0.0, 0.0]),
-        ((say("12."), say("12.")), [0.0, 0.0]),
-        ((), []),
+        ((RIGHT_CALL, say("12.")), [0.3, 0.7], 1.0),
+        ((RIGHT_CALL, say(" 12. ")), [0.3, 0.7], 1.0),
+        ((RIGHT_CALL, RIGHT_CALL, say("12.")), [0.3, 0.0, 0.7], 1.0),
+        ((RIGHT_CALL, say("12")), [0.3, 0.0], 0.0),
+        ((RIGHT_CALL, say("13.")), [0.3, 0.0], 0.0),
+        ((RIGHT_CALL, say("12.", "length")), [0.3, 0.0], 0.0),
+        ((RIGHT_CALL, call("3*4", 2)), [0.3, 0.0], 0.0),
+        ((RIGHT_CALL, call("3*4", 2), say("12.", turn=3)), [0.3, 0.0, 0.0], 0.0),
+        ((call("3*5"), say("12.")), [0.1 + 0.2 * 2 / 3, 0.7], 1.0),
+        ((call("8-1"), say("7.")), [0.1, 0.0], 0.0),
+        ((call("8-1"), say("12.")), [0.1, 0.7], 1.0),
+        ((RIGHT_CALL, call("3*44")), [0.3, 0.0], 0.0),
+        ((say("12.", turn=1),), [0.0], 0.0),
+        ((say("12."),), [0.0], 0.0),
     ],
 )
-def test_rewards_per_call_are_the_parts_of_the_reward(turns, parts):
-    world = Calculator()
-    outcome = world.score([*world.reset(TASK), *turns])
-    assert outcome.rewards_per_call == pytest.approx(parts)
-    assert sum(outcome.rewards_per_call) == pytest.approx(outcome.reward)
+def test_rewards(actions, parts, success):
+    rewards, last = play(*actions)
+    assert rewards == pytest.approx(parts)
+    assert last.metrics == {"success": success}
+    assert last.done == (actions[-1].tool is None or actions[-1].arguments["expr"] == "3*44")
 
 
 @pytest.mark.parametrize(
     ("answer", "share"), [("12.", 1.0), ("13.", 0.5 / 3), ("12", 1.0 / 3), ("12.5", 0.5), ("21.", 0.0), ("", 0.0)]
 )
 def test_partial_credit_counts_right_characters_from_the_first_on(answer, share):
-    world = Calculator(partial=0.5)
-    outcome = world.score([*world.reset(TASK), RIGHT_CALL, RESULT, say(answer)])
-    assert outcome.rewards_per_call == pytest.approx([0.3, 0.7 * share])
-    assert outcome.metrics == {"success": float(answer == "12.")}
+    rewards, last = play(RIGHT_CALL, say(answer), world=Calculator(partial=0.5))
+    assert rewards == pytest.approx([0.3, 0.7 * share])
+    assert last.metrics == {"success": float(answer == "12.")}
 
 
 def test_partial_credit_is_less_than_all():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from astraflow.config.schema import WorkflowSection
+from astraflow.contracts import Environment
 from astraflow.engines.scripted import ScriptedEngine
 from astraflow.errors import ConfigError, EpisodeError, Problem
 from astraflow.models.chat import ChatTokenizer
@@ -20,7 +21,7 @@ from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.gateway.tools import parser_for
 from astraflow.rollout.worker.client import LLM, Policies
-from astraflow.types import EpisodeLease, Message, Outcome, Sampling, Task
+from astraflow.types import Action, EpisodeLease, Message, Outcome, Sampling, Step, Task
 from astraflow.workflows.load import build_workflow
 from sandboxed import needs_sandbox
 
@@ -167,25 +168,22 @@ async def test_the_best_of_n_is_what_the_judge_marks_highest(chat: ChatTokenizer
     assert table.rewards == {"actor": pytest.approx((1 / 3 + 1 + 0) / 3), "judge": None}
 
 
-class Nim:
+class Nim(Environment):
     """Take 1 to 3; who takes the last one wins, who says something else loses."""
 
-    def start(self, task: Task) -> None:
-        self.pile, self.turn, self.winner = task["pile"], task["first"], -1
+    sides = 2
 
-    def view(self, side: int) -> str:
-        return f"{self.pile}?"
+    def reset(self, task: Task) -> Step:
+        self.pile = task["pile"]
+        return Step(f"{self.pile}?", side=task["first"])
 
-    def move(self, side: int, text: str) -> None:
-        wrong = text not in ("1", "2", "3") or int(text) > self.pile
-        self.pile -= 0 if wrong else int(text)
+    def step(self, action: Action) -> Step:
+        wrong = action.text not in ("1", "2", "3") or int(action.text) > self.pile
+        self.pile -= 0 if wrong else int(action.text)
         if wrong or not self.pile:
-            self.turn, self.winner = None, 1 - side if wrong else side
-        else:
-            self.turn = 1 - side
-
-    def score(self, side: int) -> float:
-        return float(self.winner == side)
+            winner = 1 - action.side if wrong else action.side
+            return Step("", [float(winner == side) for side in (0, 1)], done=True)
+        return Step(f"{self.pile}?", side=1 - action.side)
 
 
 def nim(row: int, pile: int, first: int) -> Task:
@@ -194,11 +192,13 @@ def nim(row: int, pile: int, first: int) -> Task:
 
 async def test_a_player_meets_the_opponent_of_the_task(chat: ChatTokenizer) -> None:
     names = ["player", "past", "older"]
-    play = built("self_play", names, game=f"{__name__}:Nim", opponents=names[1:])
+    play = built("self_play", names, environment=f"{__name__}:Nim", opponents=names[1:])
     table = Table(chat, player=["2", "1"], past=["1"], older=[])
     outcome = await table.play(play, nim(0, 4, 0))
     assert table.told == {"player": ["4?", "4?21?"], "past": ["2?"], "older": []}
-    assert table.rewards == {"player": 1.0, "past": 0.0} and outcome.metrics == {"success": 1.0, "moves": 3.0}
+    assert table.rewards == {"player": 1.0, "past": 0.0} and outcome.metrics == {
+        "success": 1.0, "moves": 3.0, "truncated": 0.0,
+    }  # fmt: skip
     table = Table(chat, player=["2"], past=[], older=["3"])
     await table.play(play, nim(1, 5, 1))
     assert table.rewards == {"player": 1.0, "older": 0.0}
@@ -206,12 +206,12 @@ async def test_a_player_meets_the_opponent_of_the_task(chat: ChatTokenizer) -> N
 
 async def test_a_player_may_be_its_own_opponent_each_side_with_a_reward_of_its_own(chat: ChatTokenizer) -> None:
     table = Table(chat, player=["3", "1"])
-    await table.play(built("self_play", ["player"], game=f"{__name__}:Nim", opponents=["player"]), nim(0, 4, 0))
+    await table.play(built("self_play", ["player"], environment=f"{__name__}:Nim", opponents=["player"]), nim(0, 4, 0))
     assert table.told == {"player": ["4?", "1?"]}
     assert table.rewards == {"player": 0.5} and table.per_call == {"player": (0.0, 1.0)}
 
 
-class Store:
+class Store(Environment):
     """An inventory that agents share: the tool gives what is left to whoever asks first."""
 
     made: list[Store] = []  # noqa: RUF012
@@ -227,15 +227,14 @@ class Store:
     def reset(self, task: Task) -> list[Message]:
         return [{"role": "user", "content": "all"}]
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        if name != "take":
-            return f"no {name}"
+    def step(self, action: Action) -> Step:
+        if action.tool is None:
+            return Step("", float(self.left == 0), done=True)
+        if action.tool != "take":
+            return Step(f"no {action.tool}")
         self.left -= self.left > 0
         self.taken.append(self.left)
-        return str(self.left)
-
-    def score(self, messages: Sequence[Message]) -> Outcome:
-        return Outcome(reward=float(self.left == 0), metrics={"success": float(self.left == 0)})
+        return Step(str(self.left))
 
 
 class Tree:
@@ -274,7 +273,9 @@ async def test_sub_agents_share_the_inventory_one_after_another(caplog: pytest.L
     )  # fmt: skip
     outcome = await tree_of()(QUESTION, {"actor": actor})
     assert outcome.reward == 1.0
-    assert outcome.metrics == {"success": 1.0, "agents": 4.0, "actions": 4.0, "calls": 9.0}
+    assert outcome.metrics == {
+        "success": 1.0, "truncated": 0.0, "agents": 4.0, "actions": 4.0, "calls": 9.0,
+    }  # fmt: skip
     assert Store.made[-1].taken == [2, 1, 0, 0], "the fourth finds nothing"
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(":")[0] for line in lines] == [
@@ -305,13 +306,13 @@ async def test_the_budget_ends_all_agents_together() -> None:
 
 
 class Falls(Store):
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
+    def step(self, action: Action) -> Step:
         raise RuntimeError("no disk")
 
 
 async def test_an_environment_that_raises_is_named() -> None:
     actor = Tree({"0": [[TAKE]]})
-    with pytest.raises(EpisodeError, match=r"^environment: RuntimeError: no disk"):
+    with pytest.raises(EpisodeError, match=r"^env_error: step 1: RuntimeError: no disk"):
         await built("recursive", ["actor"], environment=f"{__name__}:Falls")(QUESTION, {"actor": actor})
 
 
@@ -326,8 +327,8 @@ async def test_an_environment_that_raises_is_named() -> None:
         ),
         (["solver", "selector"], {"type": "solver_selector", "reward": "exact", "candidates": 1}, ["candidates=1"]),
         (["planner", "executor"], {"type": "planner_executor", "reward": "exact", "credit": "tem"}, ["credit", "team"]),
-        (["player"], {"type": "self_play", "game": f"{__name__}:Nim", "opponents": []}, ["opponents", "at least one"]),
-        (["player"], {"type": "self_play", "game": f"{__name__}:Nim"}, ["workflow.opponents.0=opponent"]),
+        (["player"], {"type": "self_play", "environment": f"{__name__}:Nim", "opponents": []}, ["at least one"]),
+        (["player"], {"type": "self_play", "environment": f"{__name__}:Nim"}, ["workflow.opponents.0=opponent"]),
         (["actor"], {"type": "recursive", "environment": f"{__name__}:Store", "budget": 0}, ["budget=0"]),
         (["router", "small"], {"type": "router", "reward": "exact"}, ["workflow.large=large"]),
     ],

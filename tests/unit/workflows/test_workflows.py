@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from astraflow.config.schema import WorkflowSection
+from astraflow.contracts import Environment
 from astraflow.errors import AstraFlowError, ConfigError, EpisodeError, Problem
-from astraflow.types import Task
+from astraflow.types import Step, Task
 from astraflow.workflows.load import build_workflow
 from astraflow.workflows.single_turn import SingleTurn
 from astraflow.workflows.tool_use import ToolUse
@@ -29,7 +30,7 @@ def reply(content, *exprs, finish_reason="stop"):
             }
             for c in calls
         ]
-    return SimpleNamespace(message=message, content=content, tool_calls=calls, finish_reason=finish_reason)
+    return SimpleNamespace(message=message, content=content, tool_calls=calls, finish_reason=finish_reason, usage={})
 
 
 class Scripted:
@@ -87,7 +88,8 @@ async def test_a_prompt_that_needs_another_field_names_it():
 async def test_two_turns_of_the_calculator():
     actor = Scripted(reply("", "3*4", finish_reason="tool_calls"), reply("12."))
     outcome = await ToolUse(environment="calculator", max_turns=2)(CALC, {"actor": actor})
-    assert (outcome.reward, outcome.metrics) == (pytest.approx(1.0), {"success": 1.0})
+    assert outcome.reward == pytest.approx(1.0)
+    assert outcome.metrics == {"success": 1.0, "turns": 2.0, "truncated": 0.0}
     assert outcome.rewards_per_call == pytest.approx([0.3, 0.7])
     (first, options), (second, _) = actor.asked
     assert first == [{"role": "user", "content": "3*4?"}]
@@ -104,7 +106,7 @@ async def test_messages_that_go_to_the_policy_have_no_extra_keys():
 async def test_an_answer_cut_by_length_is_no_success():
     actor = Scripted(reply("", "3*4"), reply("12.", finish_reason="length"))
     outcome = await ToolUse(environment="calculator")(CALC, {"actor": actor})
-    assert outcome.metrics == {"success": 0.0}
+    assert outcome.metrics["success"] == 0.0
 
 
 async def test_a_tool_without_a_result_ends_the_conversation():
@@ -113,33 +115,95 @@ async def test_a_tool_without_a_result_ends_the_conversation():
     assert (outcome.reward, len(actor.asked)) == (0.0, 1)
 
 
-async def test_max_turns_ends_the_conversation():
+async def test_max_turns_ends_the_conversation_with_the_rewards_so_far():
     actor = Scripted(*(reply("", "3*4") for _ in range(9)))
-    await ToolUse(environment="calculator", max_turns=3)(CALC, {"actor": actor})
+    outcome = await ToolUse(environment="calculator", max_turns=3)(CALC, {"actor": actor})
     assert len(actor.asked) == 3
+    assert (outcome.reward, outcome.metrics["truncated"]) == (pytest.approx(0.3), 1.0)
 
 
-class Broken:
-    """An environment whose tool raises."""
+async def test_a_budget_of_tokens_caps_the_last_call_and_ends_the_episode():
+    first, second = reply("", "3*4"), reply("", "3*4")
+    first.usage, second.usage = {"completion_tokens": 6}, {"completion_tokens": 4}
+    actor = Scripted(first, second)
+    outcome = await ToolUse(environment="calculator", max_sampled_tokens=10)(CALC, {"actor": actor})
+    assert [options["max_tokens"] for _, options in actor.asked] == [10, 4]
+    assert outcome.metrics == {"success": 0.0, "turns": 2.0, "truncated": 1.0}
 
-    tools: list = []  # noqa: RUF012
+
+async def test_a_budget_of_time_ends_the_episode_between_replies():
+    play = ToolUse(environment="calculator", max_wall_s=1e-9)
+    assert (await play(CALC, {"actor": Scripted()})).metrics["truncated"] == 1.0
+
+
+class Full(Scripted):
+    async def chat(self, messages, **options):
+        if not self.replies:
+            raise EpisodeError("overlong: the context is full")
+        return await super().chat(messages, **options)
+
+
+async def test_a_full_context_cuts_the_episode_unless_it_never_began():
+    outcome = await ToolUse(environment="calculator")(CALC, {"actor": Full(reply("", "3*4"))})
+    assert (outcome.reward, outcome.metrics["truncated"]) == (pytest.approx(0.3), 1.0)
+    with pytest.raises(EpisodeError, match="overlong"):
+        await ToolUse(environment="calculator")(CALC, {"actor": Full()})
+
+
+class Guess(Environment):
+    """Acted in by text; a wrong guess costs."""
 
     def reset(self, task):
-        return [{"role": "user", "content": "?"}]
+        self.secret = task["answer"]
+        return "Which number?"
 
-    def call(self, name, arguments):
-        raise RuntimeError("no disk")
+    def step(self, action):
+        if action.text == self.secret:
+            return Step("", 1.0, done=True, metrics={"guesses": float(action.turn)})
+        return Step("No.", -0.25 if action.text else None)
 
-    def score(self, messages):
+
+async def test_an_environment_without_tools_is_acted_in_by_text():
+    actor = Scripted(reply("7"), reply("12"))
+    outcome = await ToolUse(environment=f"{__name__}:Guess")(CALC, {"actor": actor})
+    assert (outcome.reward, outcome.rewards_per_call) == (0.75, [-0.25, 1.0])
+    assert outcome.metrics == {"success": 0.0, "guesses": 2.0, "turns": 2.0, "truncated": 0.0}
+    assert actor.asked[1][0] == [
+        {"role": "user", "content": "Which number?"}, reply("7").message, {"role": "user", "content": "No."}
+    ]  # fmt: skip
+    assert actor.asked[0][1] == {}, "no tools, no limit"
+
+
+async def test_one_step_without_a_score_leaves_the_episode_unscored():
+    outcome = await ToolUse(environment=f"{__name__}:Guess")(CALC, {"actor": Scripted(reply(""), reply("12"))})
+    assert outcome.reward is None and outcome.metrics["success"] == 0.0
+
+
+class Broken(Environment):
+    """An environment whose tool raises."""
+
+    closed = 0
+
+    def reset(self, task):
+        return "?"
+
+    def step(self, action):
+        if action.tool is not None:
+            raise RuntimeError("no disk")
         return 1.0
 
+    def close(self):
+        Broken.closed += 1
 
-async def test_environment_failures_are_named():
+
+async def test_environment_failures_are_named_and_it_is_closed():
     play = ToolUse(environment=f"{__name__}:Broken")
-    with pytest.raises(EpisodeError, match=r"^environment: RuntimeError: no disk"):
+    Broken.closed = 0
+    with pytest.raises(EpisodeError, match=r"^env_error: step 1: RuntimeError: no disk"):
         await play(CALC, {"actor": Scripted(reply("", "3*4"))})
-    with pytest.raises(EpisodeError, match=r"^environment: score returned float"):
+    with pytest.raises(EpisodeError, match=r"^env_error: step returned float"):
         await play(CALC, {"actor": Scripted(reply("x"))})
+    assert Broken.closed == 2
 
 
 async def test_each_policy_is_asked_by_name():
@@ -176,6 +240,9 @@ async def test_a_function_by_path_gets_its_options():
         ({"type": "single_turn", "reward": "exact", "policy": "judge"}, ["workflow.policy", "judge", "actor"]),
         ({"type": "tool_use", "environment": "calculater"}, ["workflow.environment", "did you mean 'calculator'"]),
         ({"type": "tool_use", "environment": "calculator", "max_turns": 0}, ["max_turns", ">= 1"]),
+        ({"type": "tool_use", "environment": "calculator", "max_wall_s": -1.0}, ["max_wall_s=-1.0", ">= 0"]),
+        ({"type": "tool_use", "environment": "calculator", "step_s": 0.0}, ["step_s=0.0", "> 0"]),
+        ({"type": "self_play", "environment": "calculator"}, ["has 1 sides", "plays 2", "tool_use"]),
         ({"type": f"{__name__}:play_by_function", "bonsu": 1}, ["bonsu", "did you mean 'bonus'"]),
         ({"type": f"{__name__}:nothing"}, ["nothing", "cannot be imported"]),
     ],

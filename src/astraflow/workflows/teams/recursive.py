@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from astraflow.contracts import LLM, Environment
-from astraflow.types import Message, Outcome, Task
-from astraflow.workflows.load import factory
-from astraflow.workflows.questions import guarded, user
+from astraflow.contracts import LLM
+from astraflow.environments.worlds import STEP_S, World, Worlds
+from astraflow.types import Action, Message, Outcome, Task
+from astraflow.workflows.questions import user
 from astraflow.workflows.roles import ByRoles, at_least
+from astraflow.workflows.tally import Tally, actions_of
+from astraflow.workflows.tool_use import told
 
 log = logging.getLogger("astraflow.workflow")
 _TASKS = {"type": "array", "items": {"type": "string"}, "description": "One sub-task for each sub-agent."}
@@ -23,27 +25,35 @@ SPAWN = {"type": "function", "function": {"name": "spawn", "description": _SAID,
 
 class Recursive(ByRoles):
     """Agents are the policy under names of their places in the tree (`<policy>@0`, `@0.1`, ...); each sees only what
-    its sub-agents said last. All share one environment, whose calls are made one after another, in an order that is
-    logged (`astraflow.workflow`, DEBUG): what one agent takes from an inventory the next does not find. The score of
-    the environment for the conversation of the root is the reward of all.
+    its sub-agents said last. All share one environment, whose steps are made one after another, in an order that is
+    logged (`astraflow.workflow`, DEBUG): what one agent takes from an inventory the next does not find. What the steps
+    of all agents earn is the reward of all. What the root says without calling a tool is a step, too; what a sub-agent
+    says so is its result.
     """
 
     def __init__(
         self, *, environment: str | Mapping[str, Any], policy: str = "actor", max_depth: int = 2, max_breadth: int = 4,
-        budget: int = 50,
+        budget: int = 50, step_s: float = STEP_S,
     ) -> None:  # fmt: skip
-        """`budget`: calls of the policy in an episode, of all agents together; when it is spent they all end."""
+        """`budget`: calls of the policy in an episode, of all agents together; when it is spent they all end.
+        `step_s`: deadline of each step of the environment."""
         super().__init__({"policy": policy})
-        self._environment = factory("environments", environment, "workflow.environment")
+        self._worlds = Worlds(environment, step_s=step_s)
         self.max_depth = at_least("max_depth", max_depth, 0, "use 0 for an agent without sub-agents")
         self.max_breadth = at_least("max_breadth", max_breadth, 1, "use max_depth = 0 for no sub-agents")
         self.budget = at_least("budget", budget, 1, "give the calls of all agents together")
 
     async def __call__(self, task: Task, llm: Mapping[str, LLM]) -> Outcome:
         policy = self.roles["policy"]
-        tree = _Tree(self, guarded(self._environment), llm[policy], policy)
-        talk = await tree.play("0", guarded(tree.world.reset, task))
-        outcome: Outcome = guarded(tree.world.score, talk)
+        world = self._worlds.open()
+        try:
+            opening, _ = await world.reset(task)
+            tree = _Tree(self, world, llm[policy], policy)
+            await tree.play("0", opening)
+        finally:
+            await world.close()
+        outcome = tree.tally.outcome()
+        del outcome.metrics["turns"]
         counts = {"agents": float(tree.num_agents), "actions": float(tree.num_actions), "calls": float(tree.num_calls)}
         return Outcome(reward=outcome.reward, metrics={**outcome.metrics, **counts})
 
@@ -51,30 +61,34 @@ class Recursive(ByRoles):
 class _Tree:
     """One episode."""
 
-    def __init__(self, rules: Recursive, world: Environment, llm: LLM, policy: str) -> None:
-        self._rules, self.world, self._llm, self._policy = rules, world, llm, policy
+    def __init__(self, rules: Recursive, world: World, llm: LLM, policy: str) -> None:
+        self._rules, self._world, self._llm, self._policy = rules, world, llm, policy
         self.num_agents = self.num_actions = self.num_calls = 0
+        self.tally = Tally()
         self._children: Counter[str] = Counter()  # place of an agent -> sub-agents that it has had
+        self._turn = asyncio.Lock()  # who comes first acts first
 
     async def play(self, place: str, talk: list[Message]) -> list[Message]:
-        """The conversation of the agent at `place`, to its last reply or the end of the budget."""
+        """The conversation of the agent at `place`, to its last reply, the end of the budget or of the episode."""
         self.num_agents += 1
         spawning = place.count(".") < self._rules.max_depth
-        tools = [*self.world.tools, *([SPAWN] if spawning else [])]
-        while self.num_calls < self._rules.budget:
+        tools = [*self._world.tools, *([SPAWN] if spawning else [])]
+        turn = 0
+        while self.num_calls < self._rules.budget and not self.tally.done:
             self.num_calls += 1
+            turn += 1
             reply = await self._llm.chat(talk, tools=tools, model=f"{self._policy}@{place}")
             talk.append(reply.message)
-            for call in reply.tool_calls:
-                if call.name == "spawn" and spawning:
-                    text: str | None = await self._spawn(place, call.arguments.get("tasks"))
+            if not reply.tool_calls and place != "0":
+                break
+            for action, call_id in actions_of(reply, turn):
+                if action.tool == "spawn" and spawning:
+                    text: str | None = await self._spawn(place, action.arguments.get("tasks"))
                 else:
-                    text = self._act(place, call.name, call.arguments)
+                    text = await self._act(place, action)
                 if text is None:
                     return talk
-                talk.append({"role": "tool", "tool_call_id": call.id, "content": text})
-            if not reply.tool_calls:
-                break
+                talk.append(told(text, call_id))
         return talk
 
     async def _spawn(self, place: str, tasks: Any) -> str:
@@ -86,12 +100,19 @@ class _Tree:
         talks = await asyncio.gather(*(self.play(f"{place}.{first + i}", [user(t)]) for i, t in enumerate(tasks)))
         return "\n".join(_last_words(talk) for talk in talks)
 
-    def _act(self, place: str, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """All agents live on one event loop, and there is no pause within: that is the order."""
-        self.num_actions += 1
-        log.debug("action %d by agent %s: %s %s", self.num_actions, place, name, dict(arguments))
-        text: str | None = guarded(self.world.call, name, arguments)
-        return text
+    async def _act(self, place: str, action: Action) -> str | None:
+        """What the environment tells the agent; None: the episode is over."""
+        async with self._turn:
+            if self.tally.done:
+                return None
+            if action.tool is not None:
+                self.num_actions += 1
+                what = f"{action.tool} {action.arguments}"
+                log.debug("action %d by agent %s: %s", self.num_actions, place, what)
+            self.tally.turn()
+            step = await self._world.step(action)
+            self.tally.add(step)
+            return None if step.done else step.text
 
 
 def _last_words(talk: list[Message]) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-from astraflow.contracts import LLM, Game
-from astraflow.errors import Problem
-from astraflow.types import Message, Outcome, Task
-from astraflow.workflows.load import factory
-from astraflow.workflows.questions import guarded, user
+from astraflow.contracts import LLM
+from astraflow.environments.worlds import STEP_S, World, Worlds
+from astraflow.errors import EpisodeError, Problem
+from astraflow.types import Action, Message, Outcome, Step, Task
 from astraflow.workflows.roles import ByRoles, at_least
 
 
@@ -24,17 +23,18 @@ class SelfPlay(ByRoles):
     def __init__(
         self,
         *,
-        game: str | Mapping[str, Any],
+        environment: str | Mapping[str, Any],
         player: str = "player",
         opponents: Sequence[str] = ("opponent",),
         max_moves: int = 64,
+        step_s: float = STEP_S,
     ) -> None:
-        """`game`: as `astraflow.contracts.Game`, one fresh one per episode."""
+        """`environment`: one of two sides. `step_s`: deadline of each of its steps."""
         if not opponents:
             raise Problem("workflow.opponents", [], "must name at least one policy", f"for example [{player!r}]")
         roles = {"player": player, **{f"opponents.{i}": name for i, name in enumerate(opponents)}}
         super().__init__(roles)
-        self._game = factory("environments", game, "workflow.game")
+        self._worlds = Worlds(environment, sides=2, step_s=step_s)
         self._player, self._opponents = player, list(opponents)
         self._max_moves = at_least("max_moves", max_moves, 1, "give the longest game, in moves of both sides")
 
@@ -42,18 +42,43 @@ class SelfPlay(ByRoles):
         opponent = self._opponents[(task.row + task.epoch) % len(self._opponents)]
         mirror = opponent == self._player
         sides = [f"{name}@{side}" if mirror else name for side, name in enumerate((self._player, opponent))]
-        game = cast(Game, guarded(self._game))
-        guarded(game.start, task)
+        world = self._worlds.open()
+        try:
+            return await self._play(task, world, llm, sides)
+        finally:
+            await world.close()
+
+    async def _play(self, task: Task, world: World, llm: Mapping[str, LLM], sides: list[str]) -> Outcome:
         talks: list[list[Message]] = [[], []]
-        moves = 0
-        while (side := game.turn) is not None and moves < self._max_moves:
-            talks[side].append(user(guarded(game.view, side)))
+        scores, metrics = [0.0, 0.0], {"success": 0.0}
+        told, side = await world.reset(task)
+        moves, done, unscored = 0, False, False
+        while moves < self._max_moves and not done:
+            talks[side] += told
             reply = await llm[sides[side].partition("@")[0]].chat(talks[side], model=sides[side])
             talks[side].append(reply.message)
-            guarded(game.move, side, (reply.content or "").strip())
             moves += 1
-        scores = [guarded(game.score, side) for side in (0, 1)]
+            text = (reply.content or "").strip()
+            step = await world.step(Action(text=text, finish_reason=reply.finish_reason, turn=moves, side=side))
+            unscored = unscored or step.reward is None
+            scores = [score + more for score, more in zip(scores, _by_side(step, side), strict=True)]
+            metrics["success"] = float(scores[0] > scores[1])
+            metrics.update(step.metrics)
+            told, side, done = [{"role": "user", "content": step.text}], step.side, step.done
+        metrics |= {"moves": float(moves), "truncated": float(not done)}
+        if unscored:
+            return Outcome(metrics=metrics)
         rewards: dict[str, float | None] = {
             name: score for name, score, talk in zip(sides, scores, talks, strict=True) if talk
         }
-        return Outcome(reward=rewards, metrics={"success": float(scores[0] > scores[1]), "moves": float(moves)})
+        return Outcome(reward=rewards, metrics=metrics)
+
+
+def _by_side(step: Step, side: int) -> list[float]:
+    """What a step gives to both sides; a single number is of the one that acted."""
+    if isinstance(step.reward, list):
+        if len(step.reward) != 2:
+            raise EpisodeError(f"env_error: step returned {len(step.reward)} rewards for two sides")
+        return step.reward
+    mine = step.reward or 0.0
+    return [mine, 0.0] if side == 0 else [0.0, mine]
