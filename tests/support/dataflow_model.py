@@ -72,6 +72,17 @@ class Dataflow(RuleBasedStateMachine):
         else:
             assert answer.startswith("refused"), answer
 
+    @rule(data=st.data())
+    @precondition(lambda self: self.held)
+    def environment_fails(self, data: st.DataObject) -> None:
+        node, lease = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        answers = [self.desk.commit([lease], node=node, error="env_error: broke")[lease.episode_id] for _ in range(2)]
+        if answers == ["accepted", "duplicate"]:  # it has no attempts left
+            self.accepted[lease.episode_id] = lease.attempt
+        else:
+            assert "refused" in answers[1], "it is played again"
+        self.lost.append((node, lease))
+
     @rule(node=NODES)
     def play_a_round(self, node: str) -> None:
         newest = min(p.latest for p in self.desk.machine.state.policies.values())

@@ -24,7 +24,7 @@ from astraflow.types import Action, Message, Step, Task
 
 log = logging.getLogger("astraflow.environment")
 FLAGS = ("cheap", "cpu", "box", "service", "judge")
-STEP_S = 30.0
+ENV_TIMEOUT_S = 30.0
 _SLOW_S = 0.05  # of a step on the event loop, which all episodes of a worker share
 _CLOSE_S = 10.0
 
@@ -34,24 +34,26 @@ class Worlds:
 
     def __init__(
         self, spec: str | Mapping[str, Any], where: str = "workflow.environment", *, sides: int = 1,
-        step_s: float = STEP_S,
+        env_timeout_s: float = ENV_TIMEOUT_S,
     ) -> None:  # fmt: skip
-        """`step_s`: deadline of `reset` and of each `step`.
+        """`env_timeout_s`: deadline of `reset` and of each `step`.
 
         Raises: Problem or ConfigError: no such environment or option, one that cannot work here, or of other sides.
         """
-        self._chosen, self._step_s = choose("environments", spec, where), step_s
+        self._chosen, self._timeout_s = choose("environments", spec, where), env_timeout_s
         sample = cast(Environment, self._chosen.make())
         self.tools, self.flag = list(sample.tools), sample.runs
         _check(sample, self._chosen, where, sides)
-        if step_s <= 0:
-            raise Problem("workflow.step_s", step_s, "must be > 0", "give the seconds that a step may take")
+        if env_timeout_s <= 0:
+            raise Problem(
+                "workflow.env_timeout_s", env_timeout_s, "must be > 0", "give the seconds that a step may take"
+            )
         self.health = Health(self._chosen.type)
 
     def open(self) -> World:
         """An environment for one episode. Raises: EpisodeError: it could not be made."""
         try:
-            return World(cast(Environment, self._chosen.make()), self._step_s, self.health)
+            return World(cast(Environment, self._chosen.make()), self._timeout_s, self.health)
         except Exception as error:
             raise _failed("it could not be made", error) from error
 
@@ -59,8 +61,8 @@ class Worlds:
 class World:
     """One environment. `close` it, whatever happened. What goes wrong is an EpisodeError: env_error, env_timeout."""
 
-    def __init__(self, environment: Environment, step_s: float, health: Health) -> None:
-        self._environment, self._step_s, self._health = environment, step_s, health
+    def __init__(self, environment: Environment, env_timeout_s: float, health: Health) -> None:
+        self._environment, self._timeout_s, self._health = environment, env_timeout_s, health
         self._num_steps = 0
         self.tools = list(environment.tools)
         health.started()
@@ -98,7 +100,7 @@ class World:
     async def _within(self, what: str, act: Callable[[], Any]) -> Any:
         began = time.monotonic()
         try:
-            async with asyncio.timeout(self._step_s) as limit:
+            async with asyncio.timeout(self._timeout_s) as limit:
                 result = act()
                 if inspect.isawaitable(result):
                     result = await result
@@ -109,7 +111,7 @@ class World:
                 raise _failed(what, error) from error
             self._health.late()
             raise EpisodeError(
-                f"env_timeout: {what} of {self._health.name} took longer than {self._step_s:g} s; see workflow.step_s"
+                f"env_timeout: {what} of {self._health.name} took longer than {self._timeout_s:g} s; see workflow.env_timeout_s"
             ) from None
         except EpisodeError:
             self._health.failed()

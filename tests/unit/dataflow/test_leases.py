@@ -123,6 +123,22 @@ def test_an_episode_that_is_returned_as_lost_too_often_fails(desk: Desk) -> None
     check_law(desk.machine)
 
 
+def test_an_environment_that_failed_is_tried_again_and_in_the_end_named(desk: Desk) -> None:
+    for attempt, kind in ((1, "env_error"), (2, "env_timeout")):
+        (lease,) = desk.lease(1)
+        assert lease.attempt == attempt
+        command = c.CommitEpisodes("n", None, [EpisodeCommit(lease.episode_id, attempt, f"{kind}: broke", {}, [])])
+        applied = desk.machine.apply(command, desk.now)
+        moments = [(what, fields.get("why")) for _, what, fields in moments_of(command, applied, desk.machine)]
+        again = [("lost", "environment failed")] if attempt == 1 else []
+        assert moments == [("failed", None), *again]
+    (group,) = desk.machine.state.groups.values()
+    assert group.results[0] is not None and group.results[0].error == "env_timeout: broke"
+    assert desk.machine.state.errors == {"env_error": 1, "env_timeout": 1}
+    assert (desk.machine.state.num_episodes, desk.machine.state.num_lost) == (1, 1)
+    check_law(desk.machine)
+
+
 def test_an_exact_duplicate_is_known_also_after_its_group_is_closed(desk: Desk) -> None:
     leases = desk.lease(2)
     assert set(desk.commit(leases, [0.0, 1.0]).values()) == {"accepted"}

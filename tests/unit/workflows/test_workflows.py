@@ -241,7 +241,7 @@ async def test_a_function_by_path_gets_its_options():
         ({"type": "tool_use", "environment": "calculater"}, ["workflow.environment", "did you mean 'calculator'"]),
         ({"type": "tool_use", "environment": "calculator", "max_turns": 0}, ["max_turns", ">= 1"]),
         ({"type": "tool_use", "environment": "calculator", "max_wall_s": -1.0}, ["max_wall_s=-1.0", ">= 0"]),
-        ({"type": "tool_use", "environment": "calculator", "step_s": 0.0}, ["step_s=0.0", "> 0"]),
+        ({"type": "tool_use", "environment": "calculator", "env_timeout_s": 0.0}, ["env_timeout_s=0.0", "> 0"]),
         ({"type": "self_play", "environment": "calculator"}, ["has 1 sides", "plays 2", "tool_use"]),
         ({"type": f"{__name__}:play_by_function", "bonsu": 1}, ["bonsu", "did you mean 'bonus'"]),
         ({"type": f"{__name__}:nothing"}, ["nothing", "cannot be imported"]),

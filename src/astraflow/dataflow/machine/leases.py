@@ -2,8 +2,9 @@
 
 ```
  waiting ─lease─► held(node, attempt) ─commit─► done ─(all siblings)─► group complete
-    ▲                 │ lease ran out, node died or left
-    └─────────────────┘ attempt + 1 is offered; after workflow.max_attempts losses: done with error "lost"
+    ▲                 │ lease ran out, node died or left, its environment failed
+    └─────────────────┘ attempt + 1 is offered; after workflow.max_attempts losses: done with error "lost",
+                         or with that of the environment
 ```
 
 A result is accepted from the holder of the current attempt only, so nothing can be counted twice.
@@ -20,10 +21,12 @@ from astraflow.dataflow.machine.commands import Cancel, CommitEpisodes, Event, R
 from astraflow.dataflow.machine.evaluation import Evaluation, version_of
 from astraflow.dataflow.machine.plan import Context, PolicyPlan, ServedPlan
 from astraflow.dataflow.machine.records import EpisodeCommit, NodeState, OpenGroup, split_id
-from astraflow.types import EpisodeLease, Sampling, Task, WeightVersion
+from astraflow.types import EpisodeLease, Sampling, Task, WeightVersion, error_kind
 from astraflow.wire import messages
 
 MAX_PER_REQUEST = 1024
+PLAYED_AGAIN = frozenset({"env_error", "env_timeout"})
+"""Kinds of errors of which a fresh environment may be free."""
 
 
 class Leases:
@@ -200,6 +203,8 @@ class Leases:
         if episode.attempt != group.attempts[k] or group.holders[k] != node_id:
             state.num_refused += 1
             return None, "refused: " + _why(group, k, episode.attempt, node_id)
+        if self._again(group, k, episode):
+            return None, "accepted"
         group.holders[k], group.results[k] = None, episode
         group.num_open -= 1
         state.nodes[node_id].held.pop(episode.episode_id, None)
@@ -209,6 +214,15 @@ class Leases:
         accounts.count_code(state, episode, group.purpose)
         accounts.count_engines(state, episode, group.purpose)
         return group, "accepted"
+
+    def _again(self, group: OpenGroup, k: int, episode: EpisodeCommit) -> bool:
+        """It failed by no fault of the policy, and has attempts left: it is counted and offered again."""
+        again = episode.error is not None and error_kind(episode.error) in PLAYED_AGAIN
+        if not again or group.losses[k] + 1 >= self._context.plan.max_attempts:
+            return False
+        accounts.count_error(self._context, episode.error or "")
+        self.give_back([(episode.episode_id, episode.attempt)], lost=True)
+        return True
 
     def _accepted(self, group_id: str, k: int) -> int:
         """The attempt whose result was accepted; 0: all attempts were lost; -1: none yet, or nobody knows any more."""

@@ -5,7 +5,7 @@
 | skipped   | operator (of its source; never admitted)                                        |
 | admitted  | policies, purpose                                                               |
 | leased    | episodes that one request got, attempt, node                                    |
-| lost      | episode, attempt, node, why (given back, silent, training is over)              |
+| lost      | episode, attempt, node, why (given back, silent, environment failed, over)      |
 | committed | episodes of one request, attempt, node, their rewards per policy, their tokens, |
 |           | code (version of the workflow's code)                                           |
 | failed    | episode, attempt, node, code, error                                             |
@@ -44,7 +44,8 @@ def moments_of(command: c.Command, applied: Applied, machine: Machine) -> Iterat
         case c.AddColumns():
             yield from _columns(command, applied.reply)
     left = isinstance(command, c.DrainNode | c.ReturnEpisodes)
-    why = "given back" if left else "silent" if isinstance(command, c.Expire) else "over"
+    silent, failed = isinstance(command, c.Expire), isinstance(command, c.CommitEpisodes)
+    why = "given back" if left else "silent" if silent else "environment failed" if failed else "over"
     for instruction in applied.instructions:
         match instruction:
             case c.Happened(what="judged"):

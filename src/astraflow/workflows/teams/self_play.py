@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from astraflow.contracts import LLM
-from astraflow.environments.worlds import STEP_S, World, Worlds
+from astraflow.environments.worlds import ENV_TIMEOUT_S, World, Worlds
 from astraflow.errors import EpisodeError, Problem
 from astraflow.types import Action, Message, Outcome, Step, Task
 from astraflow.workflows.roles import ByRoles, at_least
@@ -27,14 +27,14 @@ class SelfPlay(ByRoles):
         player: str = "player",
         opponents: Sequence[str] = ("opponent",),
         max_moves: int = 64,
-        step_s: float = STEP_S,
+        env_timeout_s: float = ENV_TIMEOUT_S,
     ) -> None:
-        """`environment`: one of two sides. `step_s`: deadline of each of its steps."""
+        """`environment`: one of two sides. `env_timeout_s`: deadline of each of its steps."""
         if not opponents:
             raise Problem("workflow.opponents", [], "must name at least one policy", f"for example [{player!r}]")
         roles = {"player": player, **{f"opponents.{i}": name for i, name in enumerate(opponents)}}
         super().__init__(roles)
-        self._worlds = Worlds(environment, sides=2, step_s=step_s)
+        self._worlds = Worlds(environment, sides=2, env_timeout_s=env_timeout_s)
         self._player, self._opponents = player, list(opponents)
         self._max_moves = at_least("max_moves", max_moves, 1, "give the longest game, in moves of both sides")
 
