@@ -27,8 +27,8 @@ def decoder(endless_dir: Path) -> Decoder:
 def test_equal_prompts_are_prefilled_once(decoder: Decoder) -> None:
     with torch.inference_mode():
         start(decoder, [ask(f"a{i}", [1, 5, 9, 3]) for i in range(8)] + [ask("b", [1, 5, 9, 7, 7]), ask("c", [4])])
-    assert decoder.prefill_tokens == 3 + 4  # all but the last token of each distinct prompt
     assert len(run(decoder)) == 10
+    assert decoder.prefill_tokens == 3 + 4  # all but the last token of each distinct prompt
 
 
 def test_rows_beside_do_not_change_a_row(endless_dir: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_prefill_over_the_budget_is_split(decoder: Decoder, monkeypatch: pytes
     requests = [ask(f"r{i}", [1 + i] * (10 + 9 * i), 5) for i in range(12)]
     with torch.inference_mode():
         start(whole, requests)
-        monkeypatch.setattr("astraflow.engines.local.prefill.TOKENS", 64)
+        monkeypatch.setattr("astraflow.engines.local.decoder._PASS_TOKENS", 64)
         start(decoder, requests)
     a, b = run(whole), run(decoder)
     for name, generation in a.items():
@@ -79,10 +79,9 @@ def test_a_next_turn_computes_only_what_is_new_and_samples_the_same(endless_dir:
         before = warm.prefill_tokens
         for decoder in (warm, cold):
             start(decoder, [*strangers, *(ask(name, prompt, 20) for name, prompt in second.items())])
-        computed = warm.prefill_tokens - before
-        # Of a known row: its last sampled token, which was never read, and the new ones but the last.
-        assert computed == 3 + 39 + sum(1 + 5 * i % 11 for i in range(12))
         ours, fresh = run(warm), run(cold)
+        # Of a known row: its last sampled token, which was never read, and the new ones but the last.
+        assert warm.prefill_tokens - before == 3 + 39 + sum(1 + 5 * i % 11 for i in range(12))
     for name in first:
         np.testing.assert_array_equal(turns[name].token_ids, same[name].token_ids)
     for name in ours:
@@ -90,24 +89,28 @@ def test_a_next_turn_computes_only_what_is_new_and_samples_the_same(endless_dir:
         np.testing.assert_allclose(ours[name].logprobs, fresh[name].logprobs, atol=1e-4)
 
 
-def test_a_prefill_of_known_rows_keeps_to_the_budget_too(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = decoder_of(decoder._passes.model, 64, 512, 1 << 20)
-    shapes: list[tuple[int, ...]] = []
-    tokens = decoder._passes.tokens
+def test_a_pass_keeps_to_the_budget_whatever_is_known_of_its_rows(endless_dir: Path) -> None:
+    model = load_model(endless_dir).requires_grad_(False)
+    decoder = decoder_of(model, 64, 512, 1 << 20, chunk_tokens=32)
+    sizes: list[int] = []
+    read = decoder._passes.read
 
-    def spy(cache: SlotCache, ids: np.ndarray, *rest: Any) -> None:
-        shapes.append(ids.shape)
-        tokens(cache, ids, *rest)
+    def spy(cache: SlotCache, ids: np.ndarray, *rest: Any) -> torch.Tensor:
+        sizes.append(ids.size)
+        return read(cache, ids, *rest)
 
-    monkeypatch.setattr("astraflow.engines.local.prefill.TOKENS", 32)
+    new = [9, 1, 40, 3, 8, 2, 16, 5]
+    start(decoder, [ask(f"r{i}", [1 + i, 3, 4], 1) for i in range(8)])
+    turns = run(decoder)
+    start(decoder, [ask("other", [9], 60)])
     with torch.inference_mode():
-        start(decoder, [ask(f"r{i}", [1 + i, 3, 4], 1) for i in range(8)])
-        turns = run(decoder)
-        monkeypatch.setattr(decoder._passes, "tokens", spy)
-        sizes = [9, 1, 40, 3, 8, 2, 16, 5]
-        start(decoder, [ask(n, follow_up([1 + i, 3, 4], turns[n], [7] * sizes[i])) for i, n in enumerate(turns)])
-    assert len(shapes) > 1
-    assert all(rows * width <= 32 or rows == 1 for rows, width in shapes)
+        decoder.step()
+    decoder._passes.read = spy  # type: ignore[method-assign, assignment]
+    before = decoder.prefill_tokens
+    start(decoder, [ask(n, follow_up([1 + i, 3, 4], turns[n], [7] * new[i])) for i, n in enumerate(turns)])
+    run(decoder)
+    assert decoder.prefill_tokens - before == sum(new)
+    assert max(sizes) <= 32 + 9 and sum(size > 9 for size in sizes) > 2
 
 
 def test_a_sibling_that_comes_later_finds_the_prompt(endless_dir: Path) -> None:
@@ -116,8 +119,8 @@ def test_a_sibling_that_comes_later_finds_the_prompt(endless_dir: Path) -> None:
         for i in range(3):
             start(decoder, [ask(f"r{i}", [1, 5, 9, 3, 3], 9)])
             decoder.step()
-    assert decoder.prefill_tokens == 4
     assert len(run(decoder)) == 3
+    assert decoder.prefill_tokens == 4
 
 
 def test_a_swap_forgets_known_prefixes(endless_dir: Path) -> None:
@@ -131,8 +134,8 @@ def test_a_swap_forgets_known_prefixes(endless_dir: Path) -> None:
         decoder.renew(1)
         before = decoder.prefill_tokens
         start(decoder, [ask("b", follow_up([1, 5, 9, 3], turn, [4]), 4)])
-        assert decoder.prefill_tokens - before == 4 + 4
         run(decoder)
+        assert decoder.prefill_tokens - before == 4 + 4
 
 
 def test_a_next_turn_at_the_end_of_the_context(endless_dir: Path) -> None:
@@ -158,7 +161,7 @@ def test_rows_keep_their_own_columns_when_others_leave(gone: list[bool], data: s
     for i in range(len(gone)):
         rows.add(ask(f"r{i}", [i] * (i + 1), max_tokens=5, stop_token_ids=(i,)), 0)
     ids = np.array(data.draw(st.lists(st.integers(20, 49), min_size=len(gone), max_size=len(gone))))
-    rows.append(ids, ids / -10, 3)
+    rows.append(np.arange(len(gone)), ids, ids / -10, 3)
     before = {r.request_id: rows.generation(i, "length") for i, r in enumerate(rows.requests)}
     source, target = rows.remove(np.array(gone))
     assert {r.request_id for r in rows.requests} == {f"r{i}" for i, out in enumerate(gone) if not out}
@@ -168,6 +171,7 @@ def test_rows_keep_their_own_columns_when_others_leave(gone: list[bool], data: s
         after = rows.generation(i, "length")
         np.testing.assert_array_equal(after.token_ids, before[request.request_id].token_ids)
         np.testing.assert_array_equal(after.logprobs, before[request.request_id].logprobs)
-        np.testing.assert_array_equal(rows.prefix(i), [number] * (number + 1))
-    stopped, _ = rows.append(np.array([int(r.request_id[1:]) for r in rows.requests], np.int64), np.zeros(len(rows)), 3)
+        np.testing.assert_array_equal(rows.ids(i)[:-1], [number] * (number + 1))
+    last = np.array([int(r.request_id[1:]) for r in rows.requests], np.int64)
+    stopped, _ = rows.append(np.arange(len(rows)), last, np.zeros(len(rows)), 3)
     assert stopped.all()  # each row's own stop id moved with it

@@ -13,8 +13,7 @@ import torch
 import transformers as hf
 
 from astraflow.engines.local import LocalEngine
-from astraflow.engines.local.compute.guard import position_bytes
-from astraflow.engines.local.compute.passes import Passes
+from astraflow.engines.local.compute.guard import prepared
 from astraflow.errors import ModelError
 from astraflow.models.load import load_model
 from astraflow.types import Sampling
@@ -109,8 +108,9 @@ def test_a_token_has_the_logprob_of_a_fresh_pass(family: str, tmp_path: Path) ->
 
 
 def test_a_layer_that_remembers_by_itself_is_found(tmp_path: Path) -> None:
-    model = load_model(saved(SERVED["llama"](), tmp_path))
-    assert position_bytes(Passes(model)) > 0
+    directory = saved(SERVED["llama"](), tmp_path)
+    assert prepared(load_model(directory))[1] > 0
+    model = load_model(directory)
     before: list[torch.Tensor] = []
 
     def mixes_in_the_token_before(_layer: torch.nn.Module, _inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_a_layer_that_remembers_by_itself_is_found(tmp_path: Path) -> None:
 
     model.get_submodule("model.layers.1.mlp").register_forward_hook(mixes_in_the_token_before)
     with pytest.raises(ModelError, match=r"model=LlamaForCausalLM gives other logprobs decoded token by token"):
-        position_bytes(Passes(model))
+        prepared(model)
     assert before
 
 

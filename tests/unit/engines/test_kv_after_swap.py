@@ -89,16 +89,16 @@ def test_a_next_turn_never_gets_what_other_weights_computed(endless_dir: Path, w
     before = decoder.prefill_tokens
     with torch.inference_mode():
         start(decoder, [ask("next", prompt, 9)])
+    second = run(decoder)["next"]
     # Kept caches are of two versions, so the row was not shelved and its next turn is read in full.
     assert decoder.prefill_tokens - before == (len(prompt) - 1 if keep else 2)
-    second = run(decoder)["next"]
     fresh = fresh_logprobs(model_of(endless_dir, weights[1]), prompt, second, 1.0)
     np.testing.assert_allclose(second.logprobs, fresh, atol=TOLERANCE)
     before = decoder.prefill_tokens
     with torch.inference_mode():
         start(decoder, [ask("third", follow_up(prompt, second, [4]), 1)])
-    assert decoder.prefill_tokens - before == 1
     run(decoder)
+    assert decoder.prefill_tokens - before == 1
 
 
 def test_the_engine_takes_the_setting_by_name(endless_dir: Path, weights) -> None:

@@ -1,6 +1,6 @@
 """The thread of an embedded engine: it decodes all running requests together and swaps weights between two steps.
 
-    submit, cancel, load_weights ──► inbox ──► engine thread:  cancel ► swap ► admit + prefill ► one decode step ─┐
+    submit, cancel, load_weights ──► inbox ──► engine thread:  cancel ► swap ► admit ► one step of all rows ───────┐
     (any thread)                                    ▲                                                              │
     futures of what ended in this step ◄────────────┴──────────────────────────────────────────────────────────────┘
 
@@ -154,7 +154,7 @@ class Core:
             inbox.fail(failure)
 
     def _turn(self, work: Work) -> None:
-        """Cancel, swap, admit, read what joins, one token for all running rows, answer."""
+        """Cancel, swap, admit, one step of all rows, answer."""
         decoder, inbox = self.decoder, self.inbox
         finished = [(request, request.ended("cancelled")) for request in work.cancelled_waiting]
         if work.cancelled_running:

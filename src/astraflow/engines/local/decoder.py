@@ -1,12 +1,13 @@
 """Decoding of ragged rows with any decoder-only Hugging Face model; one thread, no clock, no locks.
 
-The invariant of every row: keys and values of all its tokens but the last are stored, computed under the weights in
-force, or, where caches are kept at a swap, under those that were in force when each of them was read. A decode step
-reads the last token of every row, so the first token after a prompt is sampled like any other.
+Of every row, keys and values of its first `stored` tokens are there, computed under the weights in force, or, where
+caches are kept at a swap, under those that were in force when each of them was read. A step is one pass: a row that
+decodes reads its last token, a new one reads its prompt beside it, or a part of it, and every row that has read all of
+its tokens samples the next one.
 
-    admit ──► queue ──► join: short prompts together, a long one a chunk per step ──► rows ──► step ──► finished
-                ▲                                                                       │
-                └─── the youngest row, with its tokens, when all together no longer fit into the memory ◄──┘
+    admit ──► queue ──► join ──► rows ──► step ──► finished
+                ▲                 │
+                └─────────────────┘ the youngest, with its tokens, when all no longer fit into the memory
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from astraflow.engines.local.caches.shelf import Prefix, Shelf
 from astraflow.engines.local.caches.slots import SlotCache
+from astraflow.engines.local.compute.attention import SlotLayout
 from astraflow.engines.local.compute.passes import Passes
 from astraflow.engines.local.compute.sampler import sample, uniforms
-from astraflow.engines.local.prefill import TOKENS, Long, Prefill
+from astraflow.engines.local.reading import Reading, reading_of
 from astraflow.engines.local.rows import NO_VERSION, Request, Rows
 from astraflow.types import FinishReason, Generation
 
 Finished = tuple[Request, Generation]
+_PASS_TOKENS = 8192  # of one pass in which no row decodes: bounds its memory
 _HEADROOM = 64  # positions that must be free for every row when one joins, so that it stays for a while
+_ONE = np.zeros(1, np.int64)  # logits of one token are computed where none are wanted
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,8 @@ class Room:
 
     max_rows: int
     max_context: int
-    chunk_tokens: int = 512  # read for requests that join between two steps of those that run
-    kv_bytes: int = 0  # keys and values of rows and of a prompt that is read in chunks; 0: no limit
+    chunk_tokens: int = 512  # of new prompts in a pass in which rows decode
+    kv_bytes: int = 0  # keys and values of rows; 0: no limit
     shelf_bytes: int = 0
     position_bytes: int = 0  # keys and values of one token
 
@@ -48,6 +53,7 @@ class Decoder:
         """`keep_caches`: running rows go on with the keys and values that they have when the weights change."""
         self.versions = [-1]  # in force, of each policy
         self.sampled_tokens = [0]  # of each policy
+        self.prefill_tokens = 0  # read, and no sampled token's turn to be read: neither what the shelf held
         self.decode_steps = 0
         self.preempted = 0  # times that a row had to give up its place
         self._passes, self._room, self._keep_caches = passes, room, keep_caches
@@ -57,12 +63,11 @@ class Decoder:
             config.num_hidden_layers, room.max_rows, room.max_context, room.position_bytes, room.kv_bytes
         )
         self._shelf = Shelf(room.shelf_bytes)
-        self._prefill = Prefill(passes, self._rows, self._cache, self._shelf, room.max_context, self.versions)
         self._queue: deque[Request] = deque()
-        self._long: Long | None = None
+        self._turns = 0  # rows so far
 
     def __len__(self) -> int:
-        return len(self._rows) + self.waiting
+        return len(self._rows) + len(self._queue)
 
     @property
     def running(self) -> int:
@@ -72,62 +77,67 @@ class Decoder:
     @property
     def waiting(self) -> int:
         """Requests that were admitted and have no row (any more)."""
-        return len(self._queue) + (self._long is not None)
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Computed: neither padding nor what the shelf held."""
-        return self._prefill.tokens
+        return len(self._queue)
 
     @property
     def kv_usage(self) -> float:
-        """Share of the memory for keys and values that the rows and a long prompt need; 0 without a limit."""
+        """Share of the memory for keys and values that the rows need; 0 without a limit."""
         if not self._room.kv_bytes:
             return 0.0
-        return self._needed(len(self._rows), self._longest()) / self._room.kv_bytes
+        return self._cache.needed(len(self._rows), self._longest()) / self._room.kv_bytes
 
     def admit(self, requests: Sequence[Request]) -> None:
         """They become rows in this order, as there is room; `join` makes it so."""
         self._queue.extend(requests)
 
     def join(self) -> None:
-        """Waiting requests become rows; what the shelf holds of them is not computed again.
-
-        While rows run, about `chunk_tokens` tokens are read, so that no row waits long for its next step.
-        """
-        if not self.waiting:
+        """Waiting requests become rows; what the shelf holds of them is not read again."""
+        picked: list[tuple[Request, Prefix | None]] = []
+        longest = self._longest()
+        while self._queue:
+            ids = self._queue[0].ids
+            longest = max(longest, ids.size)
+            if not self._has_room(len(picked) + 1, longest):
+                break
+            request = self._queue.popleft()
+            picked.append((request, self._shelf.find((request.policy, self.versions[request.policy]), ids)))
+        if not picked:
             return
-        self._start(self._picked())
-        if self._long is not None:
-            self._read_on(self._long)
+        stored = [known.tokens if known else 0 for _, known in picked]
+        # Neighbours that read about as much attend together.
+        order = sorted(range(len(picked)), key=lambda at: picked[at][0].ids.size - stored[at])
+        first = len(self._rows)
+        for at in order:
+            request = picked[at][0]
+            self._rows.add(request, self.versions[request.policy], stored[at], self._turns + at)
+        self._turns += len(picked)
+        self._cache.reserve(len(self._rows), self._longest())
+        for row, at in enumerate(order, first):
+            known = picked[at][1]
+            if known is not None:
+                self._cache.copy_in(row, known)
 
     def step(self) -> list[Finished]:
-        """One token for every row. Returns the requests that ended with it."""
-        rows = self._rows
-        if not len(rows):
+        """One pass. Returns the requests that ended with it."""
+        if not len(self._rows):
             return []
         self._make_room()
-        at = rows.records["length"][:, None] - 1
-        policies = rows.records["policy"]
-        logits = self._passes.logits(self._cache, rows.last_ids()[:, None], 0, at, int(at.max()) + 1, policies)
-        uniform = uniforms(rows.records["key"], rows.records["length"] - rows.records["prompt"])
-        ids, logprobs = sample(logits, rows.records, uniform)
-        versions = np.array(self.versions)[policies]
-        stopped, full = rows.append(ids, logprobs, versions)
-        for policy, count in enumerate(np.bincount(policies).tolist()):
-            self.sampled_tokens[policy] += count
-        self.decode_steps += 1
-        rows.hand_out(ids, logprobs, versions)
-        return self._end(stopped | full, lambda row: "stop" if stopped[row] else "length")
+        lengths = self._rows.records["length"]
+        decoding = bool((lengths - self._rows.records["stored"] == 1).any())
+        reading = reading_of(self._rows, lengths, self._room.chunk_tokens if decoding else _PASS_TOKENS)
+        ready, wanted = _ready(reading, lengths)
+        logits = self._read(reading, wanted)
+        done = set(ready.tolist())
+        for row, count in zip(reading.rows.tolist(), reading.counts.tolist(), strict=True):
+            if count > 1 and row in done:  # a prompt, for siblings and the next turn
+                self._shelve(row, int(lengths[row]) - 1)
+        return self._sampled(ready, logits) if ready.size else []
 
     def drop_cancelled(self) -> list[Finished]:
         """End the requests that were cancelled, with what they have."""
         dropped = [request for request in self._queue if request.cancelled]
         if dropped:
             self._queue = deque(request for request in self._queue if not request.cancelled)
-        if self._long is not None and self._long.request.cancelled:
-            dropped.append(self._long.request)
-            self._long = None
         gone = np.fromiter((request.cancelled for request in self._rows.requests), bool, len(self._rows))
         return [(request, request.ended("cancelled")) for request in dropped] + self._end(gone, lambda row: "cancelled")
 
@@ -136,82 +146,59 @@ class Decoder:
         self.versions[:], self.sampled_tokens = [-1] * policies, [0] * policies
 
     def renew(self, version: int, policy: int = 0) -> None:
-        """The policy has other weights now; keys and values of all its rows are computed afresh under them, or kept."""
+        """The policy has other weights now; what its rows had read is read again under them, or kept."""
         self._shelf.drop((policy, self.versions[policy]))
         self.versions[policy] = version
         records = self._rows.records
-        mine = np.flatnonzero(records["policy"] == policy)
-        records["cached"][mine] = NO_VERSION if self._keep_caches else version
-        if not self._keep_caches:
-            self._prefill.whole(mine.tolist())
-        if self._long is not None and self._long.request.policy == policy:
-            self._prefill.renew(self._long, self._keep_caches, self._room.chunk_tokens)
-
-    def _picked(self) -> list[tuple[Request, Prefix | None]]:
-        """Who joins now, first come first served, and what is known of each. One that would take too long is read in
-        chunks, and others pass it meanwhile."""
-        budget = self._room.chunk_tokens if len(self._rows) else TOKENS
-        left = budget // 2 if self._long is not None else budget
-        picked: list[tuple[Request, Prefix | None]] = []
-        passed: list[Request] = []
-        seen: set[tuple[int, bytes]] = set()
-        longest = self._longest()
-        while self._queue:
-            request = self._queue.popleft()
-            ids = request.ids
-            known = self._shelf.find((request.policy, self.versions[request.policy]), ids)
-            cost = 0 if (request.policy, ids.tobytes()) in seen else ids.size - 1 - (known.tokens if known else 0)
-            if cost > budget:
-                if self._long is None:
-                    self._long = self._prefill.begin(request, known)
-                else:
-                    passed.append(request)
-                continue
-            longest = max(longest, ids.size)
-            if cost > left or not self._has_room(len(picked) + 1, longest):
-                passed.append(request)
-                break
-            left -= cost
-            seen.add((request.policy, ids.tobytes()))
-            picked.append((request, known))
-        self._queue.extendleft(reversed(passed))
-        return picked
-
-    def _start(self, picked: Sequence[tuple[Request, Prefix | None]]) -> None:
-        if not picked:
+        mine, upto = records["policy"] == policy, records["stored"].copy()
+        if self._keep_caches:
+            records["cached"][mine] = np.where(upto[mine] > 0, NO_VERSION, version)
             return
-        new = [request for request, prefix in picked if prefix is None]
-        known = [(request, prefix) for request, prefix in picked if prefix is not None]
-        known.sort(key=lambda pair: pair[0].ids.size - pair[1].tokens)
-        first = len(self._rows)
-        for request in [*new, *(request for request, _ in known)]:
-            self._rows.add(request, self.versions[request.policy])
-        self._cache.reserve(len(self._rows), self._longest())
-        self._prefill.whole(range(first, first + len(new)))
-        if known:
-            self._prefill.after(first + len(new), [prefix for _, prefix in known])
+        records["cached"][mine], records["stored"][mine] = version, 0
+        while (records["stored"] < upto).any():
+            self._read(reading_of(self._rows, upto, _PASS_TOKENS), _ONE)
 
-    def _read_on(self, long: Long) -> None:
-        """A chunk of a long prompt; once it is read, it becomes a row, and so do siblings that wait."""
-        self._prefill.read_on(long, self._room.chunk_tokens)
-        if not long.is_read or not self._has_room(1, long.ids.size + 1):
-            return
-        self._long = None  # its memory is counted as the row's from here on
-        prefix, key = long.cache.view(0, long.ids.size), (long.request.policy, long.request.ids.tobytes())
-        siblings = [request for request in self._queue if (request.policy, request.ids.tobytes()) == key]
-        for request in [long.request, *siblings]:
-            if not self._has_room(1, long.ids.size + 1):
-                break
-            if request is not long.request:
-                self._queue.remove(request)
-            self._rows.add(request, long.cached)
-            self._cache.reserve(len(self._rows), self._longest())
-            self._cache.copy_in(len(self._rows) - 1, prefix)
-        self._prefill.shelve(len(self._rows) - 1)
+    def _read(self, reading: Reading, wanted: np.ndarray) -> torch.Tensor:
+        """Logits after the tokens at `wanted` (of all that are read, in order); twins get what they share."""
+        records = self._rows.records
+        ids = np.concatenate([
+            self._rows.ids(row)[start:stop]
+            for row, start, stop in zip(reading.rows, reading.starts, reading.stops, strict=True)
+        ]) if int(reading.counts.max()) > 1 else self._rows.ids_at(reading.rows, reading.starts)  # fmt: skip
+        layout = SlotLayout(reading.rows, reading.starts, reading.stops, self._passes.device)
+        logits = self._passes.read(self._cache, ids, layout, wanted if wanted.size else _ONE, records["policy"])
+        records["stored"][reading.rows] = reading.stops
+        for row, twins in reading.twins.items():
+            stop = int(records["stored"][row])
+            start = int(records["stored"][twins[0]])
+            if stop > start:
+                self._cache.repeat(row, twins, start, stop)
+                records["stored"][twins] = stop
+        self.prefill_tokens += ids.size - int((reading.stops == records["length"][reading.rows]).sum())
+        return logits
+
+    def _sampled(self, ready: np.ndarray, logits: torch.Tensor) -> list[Finished]:
+        """One token for each of the rows `ready`."""
+        rows, chosen = self._rows, self._rows.records[ready]
+        ids, logprobs = sample(logits, chosen, uniforms(chosen["key"], chosen["length"] - chosen["prompt"]))
+        versions = np.array(self.versions)[chosen["policy"]]
+        stopped, full = rows.append(ready, ids, logprobs, versions)
+        for policy, count in enumerate(np.bincount(chosen["policy"]).tolist()):
+            self.sampled_tokens[policy] += count
+        self.decode_steps += 1
+        rows.hand_out(ready, ids, logprobs, versions)
+        return self._end(stopped | full, lambda row: "stop" if stopped[row] else "length")
+
+    def _shelve(self, row: int, tokens: int) -> None:
+        """Keep what a row has stored, unless the weights changed while it ran and it kept what it had."""
+        ids, record = self._rows.ids(row)[:tokens], self._rows.records[row]
+        weights = (int(record["policy"]), self.versions[record["policy"]])
+        if tokens and record["cached"] == weights[1] and not self._shelf.holds(weights, ids):
+            self._shelf.put(weights, ids, self._cache.view(row, tokens))
 
     def _make_room(self) -> None:
         """For one more token of every row; the youngest give up theirs, keep their tokens, and wait."""
-        while len(self._rows) > 1 and self._needed(len(self._rows), self._longest()) > self._room.kv_bytes > 0:
+        while len(self._rows) > 1 and self._cache.needed(len(self._rows), self._longest()) > self._room.kv_bytes > 0:
             row = int(self._rows.records["turn"].argmax())
             request = self._rows.requests[row]
             request.sampled = self._rows.sampled(row).copy()
@@ -222,14 +209,12 @@ class Decoder:
 
     def _has_room(self, more: int, longest: int) -> bool:
         """Whether so many more rows fit, the longest of all with so many tokens, and can run for a while."""
-        if not self._room.kv_bytes or not len(self._rows) + more > 1:
+        if len(self._rows) + more > self._room.max_rows:
+            return False
+        if not self._room.kv_bytes or len(self._rows) + more == 1:
             return True
-        positions = min(max(longest, self._longest()) + _HEADROOM, self._room.max_context)
-        return self._needed(len(self._rows) + more, positions) <= self._room.kv_bytes
-
-    def _needed(self, rows: int, positions: int) -> int:
-        long = 0 if self._long is None else self._long.cache.num_bytes
-        return self._cache.needed(rows, positions) + long
+        positions = min(longest + _HEADROOM, self._room.max_context)
+        return self._cache.needed(len(self._rows) + more, positions) <= self._room.kv_bytes
 
     def _longest(self) -> int:
         return int(self._rows.records["length"].max()) if len(self._rows) else 0
@@ -244,7 +229,20 @@ class Decoder:
 
     def _remove(self, gone: np.ndarray) -> None:
         for row in np.flatnonzero(gone).tolist():
-            self._prefill.shelve(row)
+            self._shelve(row, int(self._rows.records["stored"][row]))
         source, target = self._rows.remove(gone)
         if source.size:
             self._cache.move(source, target, self._longest())
+
+
+def _ready(reading: Reading, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that will have read all of their tokens, twins too, and which token of the pass is the last of each."""
+    ends = np.cumsum(reading.counts) - 1
+    done = reading.stops == lengths[reading.rows]
+    ready, wanted = reading.rows[done].tolist(), ends[done].tolist()
+    last = dict(zip(ready, wanted, strict=True))
+    for row, twins in reading.twins.items():
+        if row in last:
+            ready += twins
+            wanted += [last[row]] * len(twins)
+    return np.array(ready, np.int64), np.array(wanted, np.int64)

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
 from astraflow.contracts import Engine, TokenSink
-from astraflow.engines.local.compute.guard import position_bytes
-from astraflow.engines.local.compute.passes import Passes
+from astraflow.engines.local.compute.guard import prepared
 from astraflow.engines.local.core import Core, Ways
 from astraflow.engines.local.decoder import Room
 from astraflow.engines.requests import require
@@ -91,7 +91,7 @@ class LocalEngine(PolicyEngine):
     is the model's own limit, or less where kv_cache_mb holds no more; threads: intra-op threads, of the whole process;
     seed: of requests that bring none; delay_s: every request waits this long before it starts; prefix_cache_mb: memory
     for keys and values of prompts and finished turns that may come back, 0 keeps none; kv_cache_mb: memory for those of
-    running rows, more requests wait; prefill_chunk: tokens of prompts read between two decode steps of running rows;
+    running rows, more requests wait; prefill_chunk: tokens of prompts read in a step in which rows decode;
     kv_after_swap: what becomes of the keys and values of running rows when the weights change, see `load_weights`;
     gather_ms: while requests come in one after the other (less than a millisecond apart), the next decode step waits
     for them at most this long; device: auto is a GPU where there is one; speed: share of its time that it computes,
@@ -129,8 +129,10 @@ class LocalEngine(PolicyEngine):
         known = kv_after_swap in ("recompute", "keep")
         require("engine.kv_after_swap", kv_after_swap, known, "must be recompute or keep", "use recompute")
         torch.set_num_threads(threads)
-        passes = Passes(load_model(model_dir, dtype, "sdpa").requires_grad_(False).to(_device(device)))  # type: ignore[arg-type]
-        room = _room(passes, max_concurrency, max_context, prefill_chunk, kv_cache_mb << 20, prefix_cache_mb << 20)
+        model = load_model(model_dir, dtype, "sdpa").requires_grad_(False)
+        passes, size = prepared(model.to(_device(device)))  # type: ignore[arg-type]
+        context = _context(model.config, max_context, kv_cache_mb, size)
+        room = Room(max_concurrency, context, prefill_chunk, kv_cache_mb << 20, prefix_cache_mb << 20, size)
         ways = Ways(seed, delay_s, gather_ms / 1000.0, kv_after_swap == "keep", speed)
         super().__init__(Core(passes, Path(model_dir), room, ways), 0)
 
@@ -147,21 +149,20 @@ def _device(asked: str) -> torch.device:
     return torch.device("cuda" if available and asked != "cpu" else "cpu")
 
 
-def _room(passes: Passes, rows: int, context: int, chunk: int, kv_bytes: int, shelf_bytes: int) -> Room:
-    """Raises: ModelError: the model cannot be decoded here, or has no such context. EngineError: the memory for keys
-    and values does not hold that context."""
-    limit: int = passes.model.config.get_text_config().max_position_embeddings
-    if context > limit:
+def _context(config: PreTrainedConfig, asked: int, kv_cache_mb: int, position_bytes: int) -> int:
+    """The longest prompt and reply. Raises: ModelError: the model has no such context. EngineError: the memory for keys
+    and values, of which one token needs `position_bytes`, does not hold it."""
+    limit: int = config.get_text_config().max_position_embeddings
+    if asked > limit:
         raise ModelError(
-            "engine.max_context", context, f"must be at most {limit}, the model's limit", "use 0 for the model's limit"
+            "engine.max_context", asked, f"must be at most {limit}, the model's limit", "use 0 for the model's limit"
         )
-    size = position_bytes(passes)
-    most = kv_bytes // (2 * size)  # one row that runs, and a prompt as long that is read meanwhile
+    most = (kv_cache_mb << 20) // position_bytes
+    needed = (max(asked, 2) * position_bytes >> 20) + 1
     require(
-        "engine.kv_cache_mb", kv_bytes >> 20, most >= max(context, 2),
-        f"must be at least {(2 * max(context, 2) * size >> 20) + 1}: twice what {max(context, 2)} tokens need",
-        "raise it, or lower engine.max_context",
+        "engine.kv_cache_mb", kv_cache_mb, most >= max(asked, 2),
+        f"must be at least {needed} to hold {max(asked, 2)} tokens", "raise it, or lower engine.max_context",
     )  # fmt: skip
-    if not context and most < limit:
-        log.warning("engine.kv_cache_mb=%d holds %d tokens twice: longer ones are refused", kv_bytes >> 20, most)
-    return Room(rows, context or min(limit, most), chunk, kv_bytes, shelf_bytes, size)
+    if not asked and most < limit:
+        log.warning("engine.kv_cache_mb=%d holds %d tokens: longer prompts are refused", kv_cache_mb, most)
+    return asked or min(limit, most)

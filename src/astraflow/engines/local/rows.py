@@ -16,6 +16,7 @@ _ROW = np.dtype(
     [
         ("length", np.int64),  # tokens so far, prompt included
         ("prompt", np.int64),  # tokens of the prompt
+        ("stored", np.int64),  # tokens whose keys and values are there
         ("limit", np.int64),  # length at which the row ends
         ("top_k", np.int64),
         ("key", np.uint64),  # of its random numbers
@@ -24,7 +25,7 @@ _ROW = np.dtype(
         ("logprob_temperature", np.float64),
         ("top_p", np.float64),
         ("min_p", np.float64),
-        ("turn", np.int64),  # rows are added in this order
+        ("turn", np.int64),  # who came first has the lowest
         ("policy", np.int64),  # of an engine that several share, else 0
     ]
 )
@@ -68,7 +69,6 @@ class Rows:
     def __init__(self, max_rows: int, max_context: int, eos_ids: Sequence[int], vocab_size: int) -> None:
         self.requests: list[Request] = []
         self._num_streaming = 0  # rows whose tokens are handed out as they come
-        self._turns = 0
         self._max_context = max_context
         self._records = np.zeros(max_rows, _ROW)
         self._tokens = np.zeros((max_rows, 0), TOKEN)
@@ -84,17 +84,17 @@ class Rows:
         """[n] records, see above."""
         return self._records[: len(self.requests)]
 
-    def prefix(self, row: int) -> np.ndarray:
-        """Ids of a row whose keys and values are stored: all but its last token."""
-        ids: np.ndarray = self._tokens["id"][row, : self._records["length"][row] - 1]
+    def ids(self, row: int) -> np.ndarray:
+        """[length] int32, all tokens of a row so far, a view."""
+        ids: np.ndarray = self._tokens["id"][row, : self._records["length"][row]]
         return ids
 
-    def last_ids(self) -> np.ndarray:
-        """[n] int64, the last token of each row: what the next pass reads."""
-        ids: np.ndarray = self._tokens["id"][np.arange(len(self)), self.records["length"] - 1]
-        return ids.astype(np.int64)
+    def ids_at(self, rows: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """One token of each of `rows`, at positions `at`."""
+        ids: np.ndarray = self._tokens["id"][rows, at]
+        return ids
 
-    def add(self, request: Request, version: int) -> None:
+    def add(self, request: Request, version: int, stored: int = 0, turn: int = 0) -> None:
         """Append a row whose keys and values will be those of `version`, with what the request had sampled. Grows the
         lines to hold its limit."""
         row, size, sampling = len(self.requests), len(request.prompt_ids), request.sampling
@@ -107,11 +107,9 @@ class Rows:
         temperature = sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0
         told = temperature if sampling.logprob_temperature is None else sampling.logprob_temperature
         self._records[row] = (
-            length, size, limit, sampling.top_k, request.key, version, temperature,
-            told if told >= GREEDY_BELOW else 1.0, sampling.top_p, sampling.min_p, self._turns,
-            request.policy,
+            length, size, stored, limit, sampling.top_k, request.key, version, temperature,
+            told if told >= GREEDY_BELOW else 1.0, sampling.top_p, sampling.min_p, turn, request.policy,
         )  # fmt: skip
-        self._turns += 1
         self._tokens["id"][row, :size] = request.prompt_ids
         self._tokens[row, size:length] = request.sampled
         self._stops[row] = -1
@@ -119,26 +117,30 @@ class Rows:
         self.requests.append(request)
         self._num_streaming += request.on_tokens is not None
 
-    def append(self, ids: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One token for every row. Returns which rows ended by a stop id, and which only by their limit ([n] bool)."""
-        count = len(self)
-        at = (np.arange(count), self.records["length"])
+    def append(
+        self, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, versions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """One token for each of `rows`. Returns which of all rows ended by a stop id, and which only by their limit
+        ([n] bool)."""
+        at = (rows, self.records["length"][rows])
         self._tokens["id"][at] = ids
         self._tokens["logprob"][at] = logprobs
         self._tokens["version"][at] = versions
-        self.records["length"] += 1
-        stopped = self._ends[ids]
+        self.records["length"][rows] += 1
+        stopped = np.zeros(len(self), bool)
+        stopped[rows] = self._ends[ids]
         if self._stops.shape[1]:
-            stopped = stopped | (self._stops[:count] == ids[:, None]).any(1)
+            stopped[rows] |= (self._stops[rows] == ids[:, None]).any(1)
         return stopped, (self.records["length"] >= self.records["limit"]) & ~stopped
 
-    def hand_out(self, ids: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
+    def hand_out(self, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
         """The tokens of one step to those who asked for them at once."""
         if self._num_streaming:
-            columns = (ids.tolist(), logprobs.tolist(), versions.tolist())
-            for request, token, logprob, version in zip(self.requests, *columns, strict=True):
-                if request.on_tokens is not None:
-                    request.on_tokens((token,), (logprob,), (version,))
+            columns = (rows.tolist(), ids.tolist(), logprobs.tolist(), versions.tolist())
+            for row, token, logprob, version in zip(*columns, strict=True):
+                on_tokens = self.requests[row].on_tokens
+                if on_tokens is not None:
+                    on_tokens((token,), (logprob,), (version,))
 
     def generation(self, row: int, reason: FinishReason) -> Generation:
         """What row has sampled so far."""

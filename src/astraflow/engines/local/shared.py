@@ -27,7 +27,7 @@ class Stacks:
 
     def __init__(self, model: PreTrainedModel, directory: Path, policies: int) -> None:
         """`model` as it was loaded from `directory`."""
-        self.mix = Mix(policies, model.device)
+        self.mix = Mix(policies, model.device, model.get_output_embeddings())  # type: ignore[no-untyped-call]
         self._model, self._base = model, Base(directory)
         self._own = state_tensors(model)
         self._linears = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, nn.Linear)}

@@ -53,7 +53,7 @@ class StressSuite:
         crowd, other = _ask(case, "crowd", sampling), _ask(case, "other", Sampling(max_tokens=16, seed=12))
         assert all(future.result(DEADLINE_S) for future in company)
         np.testing.assert_array_equal(alone.token_ids, again.token_ids)
-        np.testing.assert_array_equal(alone.logprobs, again.logprobs)
+        np.testing.assert_allclose(alone.logprobs, again.logprobs, atol=case.gap[1])  # a cache may hold the prompt
         if case.gap[1] <= 1e-3:  # coarser numbers change a little with the size of the batch, and with them tokens
             np.testing.assert_array_equal(alone.token_ids, crowd.token_ids)
         if case.score is not None:

@@ -1,10 +1,11 @@
-"""Keys and values of the running rows: row `i` lives in slot `i`, slots 0..n-1 are in use, so decoding reads views.
+"""Keys and values of the rows: row `i` lives in slot `i`, slots 0..n-1 are in use, so attention reads views.
 
 Every row starts at position 0 of its slot, whatever its length; what lies beyond a row's length is stale and masked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ _ROUND = 32  # positions are reserved in multiples of this
 class SlotCache(Cache):
     """A transformers cache of ragged rows, per layer `[slots, heads, positions, width]`, grown on demand.
 
-    Before each forward pass the caller says what it writes: `expect_prompts` or `expect_tokens`.
+    Before each forward pass the caller says by `expect` where its tokens belong.
     """
 
     def __init__(
@@ -32,14 +33,7 @@ class SlotCache(Cache):
         self._size = (0, 0)  # slots, positions reserved
         self._keys: list[torch.Tensor | None] = [None] * num_layers  # None: before the first pass
         self._values: list[torch.Tensor | None] = [None] * num_layers
-        self._slots = torch.empty(0, dtype=torch.long)
-        self._at: torch.Tensor | None = None  # None: whole prompts are written
-        self._source: torch.Tensor | None = None  # row of the batch for each slot; None: the same
-        self._seen = (slice(0), slice(0))  # slots and positions that a pass over tokens reads
-
-    def alike(self, slots: int) -> SlotCache:
-        """An empty one of so many slots for the same model."""
-        return SlotCache(len(self._keys), slots, self._max[1], self._position_bytes)
+        self._slots = self._at = torch.empty(0, dtype=torch.long)  # of the tokens of the pass
 
     @property
     def num_bytes(self) -> int:
@@ -73,16 +67,9 @@ class SlotCache(Cache):
                     kept = (min(old_slots, size[0]), min(old_positions, size[1]))
                     new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
 
-    def expect_prompts(self, slots: torch.Tensor, source: torch.Tensor | None) -> None:
-        """The next pass writes whole prompts from position 0: batch row `source[i]` (or `i`) into `slots[i]`."""
-        self._slots, self._source, self._at = slots, source, None
-
-    def expect_tokens(self, first: int, at: torch.Tensor, width: int) -> None:
-        """The next pass writes tokens of slots `first`, `first + 1`, ... at positions `at` ([n, tokens]) and reads
-        positions below `width`."""
-        rows = at.shape[0]
-        self._slots, self._at = torch.arange(first, first + rows, device=at.device)[:, None], at
-        self._seen = (slice(first, first + rows), slice(width))
+    def expect(self, slots: torch.Tensor, at: torch.Tensor) -> None:
+        """The next pass writes its tokens into these slots at these positions, both [tokens]."""
+        self._slots, self._at = slots, at
 
     def move(self, source: np.ndarray, target: np.ndarray, positions: int) -> None:
         """Copy slots `source` over slots `target`."""
@@ -102,23 +89,23 @@ class SlotCache(Cache):
             for layer, state in enumerate(states):
                 self._buffer(buffers, layer, state[None])[slot, :, : prefix.tokens] = state
 
+    def repeat(self, slot: int, others: Sequence[int], start: int, stop: int) -> None:
+        """Copy these positions of a slot into others."""
+        for buffer in (*self._keys, *self._values):
+            if buffer is not None:
+                buffer[others, :, start:stop] = buffer[slot, :, start:stop].clone()
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by each attention layer: store what is new, return what it attends to."""
+        """Called by each attention layer with what is new, `[1, heads, tokens, width]`, perhaps more than was expected;
+        gives all slots."""
         keys = self._buffer(self._keys, layer_idx, key_states)
         values = self._buffer(self._values, layer_idx, value_states)
-        if self._at is None:
-            length = key_states.shape[2]
-            new = (key_states, value_states)
-            if self._source is not None:
-                new = (key_states[self._source], value_states[self._source])
-            keys[self._slots, :, :length], values[self._slots, :, :length] = new
-            return key_states, value_states
-        keys[self._slots, :, self._at] = key_states.transpose(1, 2)
-        values[self._slots, :, self._at] = value_states.transpose(1, 2)
-        slots, positions = self._seen
-        return keys[slots, :, positions], values[slots, :, positions]
+        count = len(self._at)
+        keys[self._slots, :, self._at] = key_states[0, :, :count].transpose(0, 1)
+        values[self._slots, :, self._at] = value_states[0, :, :count].transpose(0, 1)
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions are always given explicitly."""
@@ -129,8 +116,8 @@ class SlotCache(Cache):
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Length and offset of what a pass without an explicit mask attends to."""
-        return (query_length if self._at is None else self._seen[1].stop), 0
+        """Of a mask that nobody reads."""
+        return query_length, 0
 
     def _buffer(self, buffers: list[torch.Tensor | None], layer: int, like: torch.Tensor) -> torch.Tensor:
         found = buffers[layer]

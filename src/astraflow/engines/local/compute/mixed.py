@@ -1,7 +1,7 @@
 """Linear layers on which several policies have a LoRA adapter each: rows of all of them in one pass over the base.
 
-The small matrices of all policies lie below each other as one pair. A row's product with the first is made zero where
-it is another policy's, so a pass costs two small products a layer however many policies take part in it.
+The small matrices of all policies lie below each other as one pair. A token's product with the first is made zero
+where it is another policy's, so a pass costs two small products a layer however many policies take part in it.
 """
 
 from __future__ import annotations
@@ -14,27 +14,33 @@ from astraflow.models.linear import FastLinear, product
 
 
 class Mix:
-    """Whose the rows of the next pass are; one for all layers of a model."""
+    """Whose the tokens of the next pass are; one for all layers of a model."""
 
-    def __init__(self, policies: int, device: torch.device) -> None:
+    def __init__(self, policies: int, device: torch.device, head: nn.Module | None) -> None:
+        """`head`: the layer that gives the logits, which sees only the tokens whose logits are wanted."""
         self.ranks = [0] * policies
         self.columns = slice(0)  # of the pair that this pass needs
-        self.own: torch.Tensor | None = None  # [rows, 1, columns] bool; None: all rows are of one policy
-        self._device = device
+        self._own: torch.Tensor | None = None  # [tokens, columns] bool; None: all tokens are of one policy
+        self._own_wanted: torch.Tensor | None = None
+        self._device, self._head = device, head
 
     def columns_of(self, policy: int) -> slice:
         """Where its matrices lie."""
         start = sum(self.ranks[:policy])
         return slice(start, start + self.ranks[policy])
 
-    def choose(self, policies: np.ndarray) -> None:
-        """`policies` [rows]: of each row of the next pass."""
+    def choose(self, policies: np.ndarray, wanted: np.ndarray) -> None:
+        """`policies` [tokens]: of each token of the next pass; `wanted`: those whose logits it gives."""
         first, last = int(policies.min()), int(policies.max())
         self.columns = slice(self.columns_of(first).start, self.columns_of(last).stop)
-        self.own = None
+        self._own = self._own_wanted = None
         if first < last:
-            owners = np.repeat(np.arange(first, last + 1), self.ranks[first : last + 1])
-            self.own = torch.from_numpy(policies[:, None] == owners).to(self._device)[:, None]
+            own = policies[:, None] == np.repeat(np.arange(first, last + 1), self.ranks[first : last + 1])
+            self._own, self._own_wanted = (torch.from_numpy(some).to(self._device) for some in (own, own[wanted]))
+
+    def own(self, layer: nn.Module) -> torch.Tensor | None:
+        """Of the tokens that `layer` sees, which columns are their policy's: [tokens, columns] bool; None: all are."""
+        return self._own_wanted if layer is self._head else self._own
 
 
 class MixedLinear(FastLinear):
@@ -45,13 +51,13 @@ class MixedLinear(FastLinear):
     mix: Mix
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[rows, tokens, in] -> [rows, tokens, out]; no gradient."""
-        output, columns, own = super().forward(input), self.mix.columns, self.mix.own
+        """[..., in] -> [..., out]; no gradient."""
+        output, columns, own = super().forward(input), self.mix.columns, self.mix.own(self)
         if columns.start == columns.stop:
             return output
         low = product(input.reshape(-1, input.shape[-1]), self.low[columns])
         if own is not None:
-            low = torch.where(own, low.view(*input.shape[:-1], -1), 0.0).view(low.shape)
+            low = torch.where(own, low, 0.0)
         return output.add_(product(low, self.high[columns].t()).view(output.shape))
 
 
