@@ -16,11 +16,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 from astraflow.config.rooms import Chosen, choose
+from astraflow.config.structs import struct_of
 from astraflow.contracts import Environment
 from astraflow.environments.health import Health
+from astraflow.environments.pooled import DEFAULTS, Pooled, pool_of
 from astraflow.errors import EpisodeError, Problem
-from astraflow.types import Action, Message, Step, Task
+from astraflow.processes.pool import ProcessPool
+from astraflow.processes.records import Settings
+from astraflow.types import Action, Message, Step, Task, error_kind
 
 log = logging.getLogger("astraflow.environment")
 FLAGS = ("cheap", "cpu", "box", "service", "judge")
@@ -34,9 +40,10 @@ class Worlds:
 
     def __init__(
         self, spec: str | Mapping[str, Any], where: str = "workflow.environment", *, sides: int = 1,
-        env_timeout_s: float = ENV_TIMEOUT_S,
+        env_timeout_s: float = ENV_TIMEOUT_S, pool: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """`env_timeout_s`: deadline of `reset` and of each `step`.
+        """`env_timeout_s`: deadline of `reset` and of each `step`. `pool`: `astraflow.processes.records.Settings` of
+        the processes of an environment that runs as "cpu".
 
         Raises: Problem or ConfigError: no such environment or option, one that cannot work here, or of other sides.
         """
@@ -49,20 +56,35 @@ class Worlds:
                 "workflow.env_timeout_s", env_timeout_s, "must be > 0", "give the seconds that a step may take"
             )
         self.health = Health(self._chosen.type)
+        self._pool: ProcessPool | None = None
+        if self.flag == "cpu":
+            whole = {"type": spec} if isinstance(spec, str) else spec
+            self._pool = pool_of(whole, self._chosen.type, _settings(pool or {}, env_timeout_s))
+        elif pool:
+            why = f"has no effect, as {self._chosen.type} runs as {self.flag!r}"
+            raise Problem("workflow.pool", pool, why, "leave it out")
 
     def open(self) -> World:
         """An environment for one episode. Raises: EpisodeError: it could not be made."""
+        if self._pool is not None:
+            return World(Pooled(self._pool, self.tools, self._timeout_s), None, self.health)
         try:
             return World(cast(Environment, self._chosen.make()), self._timeout_s, self.health)
         except Exception as error:
             raise _failed("it could not be made", error) from error
 
+    def close(self) -> None:
+        """End its processes, if it has any; they end with this one anyway."""
+        if self._pool is not None:
+            self._pool.close()
+
 
 class World:
     """One environment. `close` it, whatever happened. What goes wrong is an EpisodeError: env_error, env_timeout."""
 
-    def __init__(self, environment: Environment, env_timeout_s: float, health: Health) -> None:
-        self._environment, self._timeout_s, self._health = environment, env_timeout_s, health
+    def __init__(self, environment: Environment, timeout_s: float | None, health: Health) -> None:
+        """`timeout_s`: None where the environment keeps its deadlines itself."""
+        self._environment, self._timeout_s, self._health = environment, timeout_s, health
         self._num_steps = 0
         self.tools = list(environment.tools)
         health.started()
@@ -110,17 +132,23 @@ class World:
             if not limit.expired():
                 raise _failed(what, error) from error
             self._health.late()
-            raise EpisodeError(
-                f"env_timeout: {what} of {self._health.name} took longer than {self._timeout_s:g} s; see workflow.env_timeout_s"
-            ) from None
-        except EpisodeError:
-            self._health.failed()
+            what = f"{what} of {self._health.name} took longer than {self._timeout_s:g} s"
+            raise EpisodeError(f"env_timeout: {what}; see workflow.env_timeout_s") from None
+        except EpisodeError as error:
+            late = error_kind(str(error)) == "env_timeout"
+            (self._health.late if late else self._health.failed)()
             raise
         except Exception as error:
             self._health.failed()
             raise _failed(what, error) from error
         self._health.stepped(time.monotonic() - began)
         return result
+
+
+def _settings(pool: Mapping[str, Any], deadline_s: float) -> Settings:
+    if "deadline_s" in pool:
+        raise Problem("workflow.pool.deadline_s", pool["deadline_s"], "is not used", "set workflow.env_timeout_s")
+    return replace(struct_of(Settings, {**DEFAULTS, **pool}, "workflow.pool", "a pool"), deadline_s=deadline_s)
 
 
 def _failed(what: str, error: Exception) -> EpisodeError:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from astraflow.errors import Problem
+from astraflow.config.structs import struct_of
 
 Isolation = Literal["bubblewrap", "weak"]
 OutcomeName = Literal["passed", "failed", "timeout", "error"]
@@ -86,13 +86,4 @@ class Told(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def settings_of(options: Mapping[str, Any], where: str) -> Settings:
     """Settings from a run file. Raises: Problem: an unknown key, a wrong type, a value out of range."""
-    known = Settings.__struct_fields__
-    for key, value in options.items():
-        if key not in known:
-            raise Problem(f"{where}.{key}", value, "is no setting of a sandbox", f"known: {', '.join(known)}")
-        try:
-            msgspec.convert({key: value}, Settings)
-        except msgspec.ValidationError as error:
-            rule = str(error).split(" - at")[0]
-            raise Problem(f"{where}.{key}", value, f"cannot be used ({rule})", "see docs/workloads.md") from error
-    return msgspec.convert(dict(options), Settings)
+    return struct_of(Settings, options, where, "a sandbox")

@@ -23,16 +23,17 @@ class ToolUse(ByRoles):
 
     def __init__(
         self, *, environment: str | Mapping[str, Any], max_turns: int = 4, max_sampled_tokens: int = 0,
-        max_wall_s: float = 0.0, env_timeout_s: float = ENV_TIMEOUT_S, policy: str | None = None,
+        max_wall_s: float = 0.0, env_timeout_s: float = ENV_TIMEOUT_S, pool: Mapping[str, Any] | None = None,
+        policy: str | None = None,
     ) -> None:  # fmt: skip
-        """`environment`: a fresh one per episode, with `env_timeout_s` for each of its steps. 0: no such limit. `policy`: who
-        plays; needed with several policies."""
+        """`environment`: a fresh one per episode. `max_...`: 0: no such limit. `env_timeout_s`: deadline of each of its
+        steps. `pool`: its processes, if it runs as "cpu". `policy`: who plays; needed with several policies."""
         super().__init__({"policy": policy} if policy is not None else {})
         at_least("max_turns", max_turns, 1, "use 2 for one tool call and an answer")
         at_least("max_sampled_tokens", max_sampled_tokens, 0, "use 0 for no limit")
         at_least("max_wall_s", max_wall_s, 0, "use 0 for no limit")
         self._limits = (max_turns, max_sampled_tokens, max_wall_s)
-        self._worlds, self._policy = Worlds(environment, env_timeout_s=env_timeout_s), policy
+        self._worlds, self._policy = Worlds(environment, env_timeout_s=env_timeout_s, pool=pool), policy
 
     async def __call__(self, task: Task, llm: Mapping[str, LLM]) -> Outcome:
         world = self._worlds.open()

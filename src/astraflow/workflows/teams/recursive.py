@@ -33,12 +33,12 @@ class Recursive(ByRoles):
 
     def __init__(
         self, *, environment: str | Mapping[str, Any], policy: str = "actor", max_depth: int = 2, max_breadth: int = 4,
-        budget: int = 50, env_timeout_s: float = ENV_TIMEOUT_S,
+        budget: int = 50, env_timeout_s: float = ENV_TIMEOUT_S, pool: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """`budget`: calls of the policy in an episode, of all agents together; when it is spent they all end.
-        `env_timeout_s`: deadline of each step of the environment."""
+        `env_timeout_s`, `pool`: as of `tool_use`."""
         super().__init__({"policy": policy})
-        self._worlds = Worlds(environment, env_timeout_s=env_timeout_s)
+        self._worlds = Worlds(environment, env_timeout_s=env_timeout_s, pool=pool)
         self.max_depth = at_least("max_depth", max_depth, 0, "use 0 for an agent without sub-agents")
         self.max_breadth = at_least("max_breadth", max_breadth, 1, "use max_depth = 0 for no sub-agents")
         self.budget = at_least("budget", budget, 1, "give the calls of all agents together")

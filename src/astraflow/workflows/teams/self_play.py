@@ -28,13 +28,14 @@ class SelfPlay(ByRoles):
         opponents: Sequence[str] = ("opponent",),
         max_moves: int = 64,
         env_timeout_s: float = ENV_TIMEOUT_S,
+        pool: Mapping[str, Any] | None = None,
     ) -> None:
-        """`environment`: one of two sides. `env_timeout_s`: deadline of each of its steps."""
+        """`environment`: one of two sides. `env_timeout_s`, `pool`: as of `tool_use`."""
         if not opponents:
             raise Problem("workflow.opponents", [], "must name at least one policy", f"for example [{player!r}]")
         roles = {"player": player, **{f"opponents.{i}": name for i, name in enumerate(opponents)}}
         super().__init__(roles)
-        self._worlds = Worlds(environment, sides=2, env_timeout_s=env_timeout_s)
+        self._worlds = Worlds(environment, sides=2, env_timeout_s=env_timeout_s, pool=pool)
         self._player, self._opponents = player, list(opponents)
         self._max_moves = at_least("max_moves", max_moves, 1, "give the longest game, in moves of both sides")
 
