@@ -12,7 +12,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from astraflow.engines.requests import require
 from astraflow.engines.served.process import Host
 from astraflow.engines.served.server import Ask, Comparison, Piece, Server
 
@@ -99,6 +98,10 @@ class FleetHost:
         """Of all."""
         return "\n".join(filter(None, (host.tail() for host in self._hosts)))
 
+    def fix(self, how: str) -> str:
+        """As the first says."""
+        return self._hosts[0].fix(how)
+
     async def stop(self) -> None:
         """Those that are ours."""
         await _all(host.stop() for host in self._hosts)
@@ -111,19 +114,6 @@ class FleetHost:
 def one_of(hosts: Sequence[Host]) -> Host:
     """At least one, as one."""
     return hosts[0] if len(hosts) == 1 else FleetHost(hosts)
-
-
-def replicas_of(url: str, urls: Sequence[str], *, alone: bool) -> list[str]:
-    """Where servers run already; none: one is to be started. `alone`: no setting for its start is given.
-
-    Raises: EngineError: settings that cannot be together.
-    """
-    require("engine.urls", list(urls), not (url and urls), "cannot be with url", "name all servers in urls")
-    replicas = [url] if url else list(urls)
-    if replicas:
-        rule, fix = "cannot be with args, env or port", "set them where the server starts"
-        require("engine.url" if url else "engine.urls", url or replicas, alone, rule, fix)
-    return replicas
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -14,13 +13,12 @@ from typing import TypeVar
 import msgspec
 
 from astraflow.config.env import child_environment
-from astraflow.engines.requests import require
 from astraflow.errors import EngineError
 
 R = TypeVar("R")
 Argument = str | int | float | bool | list[str] | dict[str, object]
 Said = tuple[str, str, str]
-"""(pattern in the last lines of a log, in lower case; what it means; what to do)."""
+"""(pattern in a log, in lower case; what it means; what to do)."""
 _LOOK_S = 60.0
 
 
@@ -31,20 +29,6 @@ class _Config(msgspec.Struct):
 
 class _TextConfig(msgspec.Struct):
     vocab_size: int | None = None
-
-
-def check_settings(
-    *, max_concurrency: int, max_context: int, threads: int, delay_s: float, ready_s: float, hang_s: float,
-    max_restarts: int,
-) -> None:  # fmt: skip
-    """Raises: EngineError: one is out of its range."""
-    require("engine.max_concurrency", max_concurrency, max_concurrency >= 1, "must be >= 1", "use 64")
-    require("engine.max_context", max_context, max_context == 0 or max_context >= 2, "must be >= 2", "use 0")
-    require("engine.threads", threads, threads >= 1, "must be >= 1", "use 1")
-    require("engine.delay_s", delay_s, 0 <= delay_s < math.inf, "must be >= 0", "use 0 for none")
-    require("engine.ready_s", ready_s, 0 < ready_s < math.inf, "must be > 0", "use 600")
-    require("engine.hang_s", hang_s, 0 < hang_s < math.inf, "must be > 0", "use 300")
-    require("engine.max_restarts", max_restarts, max_restarts >= 0, "must be >= 0", "use 3")
 
 
 def check_arguments(args: Mapping[str, Argument], ours: frozenset[str]) -> None:
@@ -104,9 +88,9 @@ def options(arguments: Mapping[str, Argument], *, negated: bool) -> list[str]:
     return found
 
 
-def explained(tail: str, table: Iterable[Said]) -> tuple[str, str] | None:
-    """(rule, fix) for the last lines of a log; None: nothing is known of them."""
-    lowered = tail.lower()
+def explained(lines: str, table: Iterable[Said]) -> tuple[str, str] | None:
+    """(rule, fix) for lines of a log; None: nothing is known of them."""
+    lowered = lines.lower()
     return next(((rule, fix) for pattern, rule, fix in table if re.search(pattern, lowered)), None)
 
 

@@ -16,6 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from astraflow.models.load import load_model, state_tensors
+
 VOCABULARY = 40
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -62,3 +64,9 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpt2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GPT-2: learned positions, 64 of them; no EOS."""
     return write_model(tmp_path_factory.mktemp("gpt2"), "gpt2", None)
+
+
+@pytest.fixture
+def tensors(endless_dir: Path) -> dict[str, torch.Tensor]:
+    """The weights of `endless_dir`."""
+    return state_tensors(load_model(endless_dir))

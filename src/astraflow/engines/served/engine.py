@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,7 +29,7 @@ from astraflow.engines.served.keeper import Keeper, Limits
 from astraflow.engines.served.loop import LoopThread
 from astraflow.engines.served.process import Host
 from astraflow.engines.served.request import Request
-from astraflow.engines.served.server import Ask
+from astraflow.engines.served.server import Ask, Model
 from astraflow.engines.served.shadow import Shadow
 from astraflow.errors import AstraFlowError, EngineError, ModelError
 from astraflow.types import Adapter, EffectiveWeights, FinishReason, Generation, Sampling
@@ -39,15 +38,6 @@ R = TypeVar("R")
 log = logging.getLogger(__name__)
 _END_S = 10.0  # for tasks that were cancelled
 _LOSSES = 5  # of a request, until it fails with the server that is lost
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """What an engine knows of its model beside the weights."""
-
-    stop_ids: Sequence[int]  # EOS
-    vocab_size: int
-    max_context: int = 0  # 0: the server's
 
 
 class ServedEngine:

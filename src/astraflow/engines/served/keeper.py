@@ -196,7 +196,7 @@ class Keeper:
             if len(self._starts) >= limits.max_restarts:
                 raise self._ended(EngineError(
                     "server", why, f"and engine.max_restarts={limits.max_restarts} within {limits.window_s:g} s are "
-                    f"used up; {self.host.tail()}", "correct what its log says, then start the node again",
+                    f"used up; {self.host.tail()}", f"{self.host.fix(why)}; then start the node again",
                 ))  # fmt: skip
             self._starts.append(now)
             self.counts["restarts"] += 1

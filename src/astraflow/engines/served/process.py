@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from astraflow.engines.launching import Said, explained
 from astraflow.engines.served.http import Lost, Refused, Web
 from astraflow.engines.served.server import Server
 from astraflow.errors import EngineError, LaunchError
@@ -22,7 +24,9 @@ from astraflow.observe.redact import redact_text
 log = logging.getLogger(__name__)
 _ASK_S, _POLL_S = 5.0, 0.1
 _END_S = 5.0  # from SIGTERM to SIGKILL
-_TAIL_BYTES, _TAIL_LINES = 16384, 12
+_LOOKED_BYTES, _TAIL_LINES, _LINE = 1 << 20, 12, 400
+_ERRORS = 3  # at most, of those that the log names before its last lines
+_ERROR = re.compile(r"\b(?:\w*(?:Error|Exception)\b|error)\s*: .+")
 
 
 class Host(Protocol):
@@ -40,6 +44,9 @@ class Host(Protocol):
     def tail(self) -> str:
         """The last lines of its log, "": none is known."""
 
+    def fix(self, how: str) -> str:
+        """What to do about a server that ended so and says what it says."""
+
     async def stop(self) -> None:
         """End it if it is ours."""
 
@@ -52,11 +59,11 @@ class Command:
 
     def __init__(
         self, kind: str, argv: Callable[[int], Sequence[str]], environment: Mapping[str, str],
-        open_server: Callable[[Web], Server], explain: Callable[[str], tuple[str, str] | None],
+        open_server: Callable[[Web], Server], said: Sequence[Said],
     ) -> None:  # fmt: skip
-        """`explain`: (rule, fix) for the last lines of a log, None: nothing is known of them."""
+        """`said`: what lines of its log mean."""
         self.kind, self.argv, self.environment = kind, argv, environment
-        self.open_server, self.explain = open_server, explain
+        self.open_server, self.said = open_server, said
 
 
 class Launched:
@@ -69,7 +76,7 @@ class Launched:
         self._command, self._port, self._ready_s, self._key = command, port, ready_s, key
         handle, name = tempfile.mkstemp(prefix=f"astraflow-{command.kind}-{os.getpid()}-", suffix=".log")
         os.close(handle)
-        self.log_file = Path(name)
+        self.log_file, self._log_begin = Path(name), 0
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> Server:
@@ -101,15 +108,21 @@ class Launched:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
     def tail(self) -> str:
-        """Without secrets."""
+        """Without secrets. Errors before the last lines too: those may be of a process that waited for another one."""
         try:
-            with self.log_file.open("rb") as file:
-                file.seek(max(0, self.log_file.stat().st_size - _TAIL_BYTES))
-                lines = file.read().decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
+            lines = self._lines()
         except OSError as error:  # temporary files are cleared away at times
             return f"its log {self.log_file} cannot be read ({error.strerror})"
-        text = redact_text("\n".join(line[:400] for line in lines))
-        return f"last lines of {self.log_file}:\n{text}\n" if text else f"its log {self.log_file} is empty"
+        if not lines:
+            return f"its log {self.log_file} is empty"
+        last = "\n".join(lines[-_TAIL_LINES:])
+        before = [error for error in _errors(lines) if error not in last][:_ERRORS]
+        above = "errors before them:\n" + "\n".join(before) + "\n" if before else ""
+        return f"{above}last lines of {self.log_file}:\n{last}\n"
+
+    def fix(self, how: str) -> str:
+        """As far as its log says why."""
+        return self._explained(how)[1]
 
     async def stop(self) -> None:
         """SIGKILL to it and all its children: it may hang."""
@@ -136,6 +149,7 @@ class Launched:
 
     def _open(self, port: int) -> subprocess.Popen[bytes]:
         with self.log_file.open("ab") as output:
+            self._log_begin = output.tell()
             return subprocess.Popen(
                 list(self._command.argv(port)), stdin=subprocess.PIPE, stdout=output, stderr=output,
                 env=dict(self._command.environment), start_new_session=True,
@@ -155,9 +169,26 @@ class Launched:
             return number
 
     def _failed(self, how: str) -> EngineError:
-        tail = self.tail()
-        rule, fix = self._command.explain(tail) or (how, "see its log")
-        return EngineError(self._command.kind, how, f"at its start: {rule}; {tail}", fix)
+        rule, fix = self._explained(how)
+        return EngineError(self._command.kind, how, f"at its start: {rule}; {self.tail()}", fix)
+
+    def _explained(self, how: str) -> tuple[str, str]:
+        """(rule, fix): by the last lines, else by what the log names as an error, else by how it ended."""
+        try:
+            lines = self._lines()
+        except OSError:  # `tail` says so
+            lines = []
+        for said in ("\n".join(lines[-_TAIL_LINES:]), "\n".join(_errors(lines)), how):
+            if (found := explained(said, self._command.said)) is not None:
+                return found
+        return how, "see its log"
+
+    def _lines(self) -> list[str]:
+        """Of this life, the newest. Raises: OSError."""
+        with self.log_file.open("rb") as file:
+            file.seek(max(self._log_begin, self.log_file.stat().st_size - _LOOKED_BYTES))
+            text = redact_text(file.read().decode(errors="replace").strip())
+        return [line[:_LINE] for line in text.splitlines()]
 
 
 class Attached:
@@ -189,11 +220,21 @@ class Attached:
         """Unknown."""
         return ""
 
+    def fix(self, how: str) -> str:
+        """Unknown."""
+        return "see its log, where it runs"
+
     async def stop(self) -> None:
         """It is not ours."""
 
     async def close(self) -> None:
         """It is not ours."""
+
+
+def _errors(lines: Sequence[str]) -> list[str]:
+    """What they name as an error, each once, without what stands before it."""
+    found = (match.group() for line in lines if (match := _ERROR.search(line)) is not None)
+    return list(dict.fromkeys(found))
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

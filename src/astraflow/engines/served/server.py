@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -14,6 +15,15 @@ from astraflow.types import Sampling
 
 R = TypeVar("R")
 UNLABELLED = "default"  # what vLLM and SGLang call the weights that they were started with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What an engine knows of its model beside the weights."""
+
+    stop_ids: Sequence[int]  # EOS
+    vocab_size: int
+    max_context: int = 0  # 0: the server's
 
 
 class Ask(msgspec.Struct, frozen=True):

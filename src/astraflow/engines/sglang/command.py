@@ -10,6 +10,7 @@ import msgspec
 
 from astraflow.engines import launching
 from astraflow.engines.launching import Argument
+from astraflow.engines.served.options import Kind
 from astraflow.errors import EngineError
 
 OLDEST, NEWEST = (0, 5, 23), (0, 5, 99)
@@ -112,6 +113,4 @@ def argv(
     return [python, "-c", LIFELINE, MODULE, *launching.options({**fixed, **settings, **args}, negated=False)]
 
 
-def explain(tail: str) -> tuple[str, str] | None:
-    """(rule, fix) for the last lines of a log."""
-    return launching.explained(tail, _SAID)
+SGLANG = Kind("sglang", OURS, look_at, argv, environment, _SAID)

@@ -2,95 +2,53 @@
 
 from __future__ import annotations
 
-import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from astraflow.config.env import secret_from_env
-from astraflow.engines.fleet import one_of, replicas_of
-from astraflow.engines.launching import Argument, check_arguments, check_settings, vocab_size
+from astraflow.engines.launching import Argument
 from astraflow.engines.requests import GREEDY_BELOW, check_sampling, require
-from astraflow.engines.served.engine import Model, ServedEngine
+from astraflow.engines.served.engine import ServedEngine
 from astraflow.engines.served.http import Web
-from astraflow.engines.served.keeper import Limits
-from astraflow.engines.served.process import Attached, Command, Host, Launched
+from astraflow.engines.served.options import ServedOptions, signature_of
 from astraflow.engines.served.shadow import Shadow
-from astraflow.engines.sglang.command import OURS, argv, environment, explain, look_at
+from astraflow.engines.sglang.command import SGLANG
 from astraflow.engines.sglang.protocol import SglangServer
-from astraflow.models.chat import eos_ids
 from astraflow.types import Sampling
 
 
+@dataclass(frozen=True, kw_only=True)
+class SglangOptions(ServedOptions):
+    """Those of every server, and whether seeds of requests count, at some cost in speed."""
+
+    deterministic: bool = False
+
+
 class SglangEngine(ServedEngine):
-    """SGLang of a Python environment of its own.
+    """SGLang of a Python environment of its own."""
 
-    Args: model_dir: a Hugging Face directory; python: the interpreter that has SGLang, "": this one; args, env:
-    further options of `sglang serve` and variables; port: 0 takes a free one; url: of a server that runs already,
-    which is then neither started nor ended, urls: of several, as one; key_env: name of the variable with their API
-    key; share: a directory that node and server both see, "": chosen; max_concurrency: requests decoded at once;
-    max_context: 0 is the server's limit; threads: of each server process; seed: of sampling; deterministic: seeds of
-    requests count, at some cost in speed; delay_s: before each request; ready_s: from start to the first answer;
-    hang_s: without a token, until a server counts as hung; max_restarts: within half an hour.
-    Raises: ModelError, EngineError, LaunchError: there is no such server; nothing is left of it.
-    """
+    __signature__ = signature_of(SglangOptions)
 
-    def __init__(
-        self,
-        model_dir: Path | str,
-        *,
-        python: str = "",
-        args: dict[str, Argument] | None = None,
-        env: dict[str, str] | None = None,
-        port: int = 0,
-        url: str = "",
-        urls: list[str] | None = None,
-        key_env: str = "",
-        share: str = "",
-        dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
-        max_concurrency: int = 64,
-        max_context: int = 0,
-        threads: int = 1,
-        seed: int = 0,
-        deterministic: bool = False,
-        delay_s: float = 0.0,
-        ready_s: float = 600.0,
-        hang_s: float = 300.0,
-        max_restarts: int = 3,
-    ) -> None:
-        check_settings(
-            max_concurrency=max_concurrency, max_context=max_context, threads=threads, delay_s=delay_s, ready_s=ready_s,
-            hang_s=hang_s, max_restarts=max_restarts,
-        )  # fmt: skip
-        directory, python, args = Path(model_dir), python or sys.executable, args or {}
-        key = secret_from_env(key_env) if key_env else None
-        replicas = replicas_of(url, urls or [], alone=not (args or env or port))
-        if not replicas:
-            check_arguments(args, OURS)
-            look_at(python)
-        size = vocab_size(directory)
-        model = Model(stop_ids=eos_ids(directory), vocab_size=size, max_context=max_context)
-        shadow = Shadow(directory, dtype, share)
+    def __init__(self, model_dir: Path | str, **options: Any) -> None:
+        """`options`: of `SglangOptions`.
+
+        Raises: ModelError, EngineError, LaunchError: there is no such server; nothing is left of it.
+        """
+        given = SglangOptions(model_dir=Path(model_dir), **options)
+        given.check_start(SGLANG)
+        model, shadow = given.model(), Shadow(given.model_dir, given.dtype, given.share)
 
         def open_server(web: Web) -> SglangServer:
-            return SglangServer(web, dtype, size, seed, deterministic=deterministic)
+            return SglangServer(web, given.dtype, model.vocab_size, given.seed, deterministic=given.deterministic)
 
-        host: Host
-        if replicas:
-            host = one_of([Attached("sglang", replica, open_server, ready_s, key) for replica in replicas])
-        else:
-            settings: dict[str, Argument] = {
-                "dtype": dtype, "random_seed": seed % 2**30, "max_running_requests": max_concurrency,
-                "enable_deterministic_inference": deterministic,
-            }  # fmt: skip
-            command = Command(
-                "sglang", lambda number: argv(python, shadow.directory, number, settings, args),
-                environment(python, threads, env or {}), open_server, explain,
-            )  # fmt: skip
-            host = Launched(command, port, ready_s, key)
-
-        limits = Limits(hang_s=hang_s, max_restarts=max_restarts)
-        super().__init__(host, shadow, model, limits, delay_s=delay_s, check=partial(_check, deterministic))
+        settings: dict[str, Argument] = {
+            "dtype": given.dtype, "random_seed": given.seed % 2**30, "max_running_requests": given.max_concurrency,
+            "enable_deterministic_inference": given.deterministic,
+        }  # fmt: skip
+        host = given.host(SGLANG, shadow, settings, open_server)
+        check = partial(_check, given.deterministic)
+        super().__init__(host, shadow, model, given.limits, delay_s=given.delay_s, check=check)
 
 
 def _check(deterministic: bool, sampling: Sampling) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from astraflow.engines import launching
 from astraflow.engines.launching import Argument
+from astraflow.engines.served.options import Kind
 from astraflow.engines.vllm.protocol import BACKEND, PROCESSOR, WORKER
 from astraflow.errors import EngineError
 
@@ -107,6 +108,4 @@ def argv(
     return command + launching.options({**fixed, **settings, **args}, negated=True)
 
 
-def explain(tail: str) -> tuple[str, str] | None:
-    """(rule, fix) for the last lines of a log."""
-    return launching.explained(tail, _SAID)
+VLLM = Kind("vllm", OURS, look_at, argv, environment, _SAID)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -91,8 +92,9 @@ class VllmServer:
 
     def __init__(self, web: Web, weights: Path, dtype: str, *, recompute: bool = True) -> None:
         """`weights`: the file that it loads from; `recompute`: keys and values of running requests are made anew after
-        each change of weights, else they stay."""
+        each change of weights, else they stay, and so does the prefix cache: it is then looked into by version."""
         self._web, self._weights, self._dtype, self._recompute = web, weights, dtype, recompute
+        self._caches, self._version = uuid.uuid4().hex, -1
 
     async def look(self) -> int:
         """Raises: EngineError: it was not started as this engine needs it."""
@@ -121,7 +123,11 @@ class VllmServer:
             "extra_args": None if told is None or told == (sampling.temperature or 1.0) else {TOLD: told},
         }  # fmt: skip
         ids = ask.token_ids.tolist()
-        body = {"request_id": ask.request_id, "token_ids": ids, "sampling_params": params, "stream": True}
+        body: dict[str, Any] = {
+            "request_id": ask.request_id, "token_ids": ids, "sampling_params": params, "stream": True,
+        }  # fmt: skip
+        if not self._recompute:
+            body["cache_salt"] = f"{self._caches} {self._version}"
         async with aclosing(self._web.events("/inference/v1/generate", body)) as events:
             async for event in events:
                 piece = _piece(_decoded(event, _Event))
@@ -144,6 +150,7 @@ class VllmServer:
         await self._post("/start_weight_update", {})
         await self._post("/update_weights", {"update_info": {"path": str(path)}})
         await self._post("/finish_weight_update", {"weight_version": str(version)})
+        self._version = version
 
     async def resume(self) -> None:
         """Requests go on."""
@@ -152,6 +159,7 @@ class VllmServer:
     async def label(self, version: int) -> None:
         """Only the label changes."""
         await self._post("/update_weight_version", {"new_version": str(version)})
+        self._version = version
 
     async def compare(self, path: Path) -> Comparison:
         """All of them, by the first worker: a server of several workers cannot look at whole weights."""

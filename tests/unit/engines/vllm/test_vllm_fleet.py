@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from astraflow.engines.vllm.engine import VllmEngine
-from astraflow.errors import EngineError, LaunchError
-from astraflow.models.load import load_model, state_tensors
 from astraflow.types import Sampling
 
 PROMPT = [1, 5, 9, 13]
@@ -26,7 +24,7 @@ def owners(start: Callable[..., Any]) -> list[Any]:
 
 @pytest.fixture
 def urls(owners: list[Any]) -> list[str]:
-    return [owner.engine._keeper.server._web.url for owner in owners]
+    return [owner.url for owner in owners]
 
 
 @pytest.fixture
@@ -34,15 +32,6 @@ def fleet(urls: list[str], endless_dir: Path) -> Iterator[VllmEngine]:
     engine = VllmEngine(endless_dir, urls=urls, dtype="float32", ready_s=0.3)
     yield engine
     engine.close()
-
-
-@pytest.fixture
-def tensors(endless_dir: Path) -> dict[str, torch.Tensor]:
-    return state_tensors(load_model(endless_dir))
-
-
-def requests_of(owner: Any) -> int:
-    return len([each for each in owner.tell("seen") if each[0] == "generate"])
 
 
 def test_requests_are_shared_and_every_replica_goes_over_to_new_weights(
@@ -57,7 +46,7 @@ def test_requests_are_shared_and_every_replica_goes_over_to_new_weights(
     for owner in owners:
         owner.tell("step", tokens=6, requests=3)
     assert all(future.result(60).versions.tolist() == [3] * 2 + [4] * 6 for future in futures)
-    assert [requests_of(owner) for owner in owners] == [3, 3]
+    assert [len(owner.bodies()) for owner in owners] == [3, 3]
     assert fleet.version == 4 and fleet.effective_weights().result(60).checksum
     fleet.close()
     assert [owner.engine._keeper.host.ended() for owner in owners] == [None, None], "they are not ours to end"
@@ -96,12 +85,3 @@ def test_one_that_is_gone_for_good_ends_the_engine_by_its_url(
     fleet._keeper.limits = replace(fleet._keeper.limits, watch_s=0.02)
     owners[1].engine.close()
     assert urls[1] in str(fleet.ended.result(60))
-
-
-def test_settings_of_a_fleet(urls: list[str], endless_dir: Path) -> None:
-    with pytest.raises(EngineError, match=r"engine.urls=.* cannot be with url"):
-        VllmEngine(endless_dir, url=urls[0], urls=urls, dtype="float32")
-    with pytest.raises(EngineError, match=r"engine.urls=.* cannot be with args, env or port"):
-        VllmEngine(endless_dir, urls=urls, port=3, dtype="float32")
-    with pytest.raises(LaunchError, match=r"engine.url=http://127.0.0.1:9 gave no answer"):
-        VllmEngine(endless_dir, urls=[*urls, "http://127.0.0.1:9"], dtype="float32", ready_s=0.3)

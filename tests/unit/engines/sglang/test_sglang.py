@@ -1,30 +1,51 @@
-"""What is sent to the server, and which version each token that comes back has."""
+"""The engine `sglang`: what every server must do, what is sent to this one, and which version its tokens have."""
 
 from __future__ import annotations
 
 import json
-import random
+import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 
-from astraflow.errors import EngineError, ModelError
-from astraflow.models.load import load_model, state_tensors
-from astraflow.testing.engines.suite import check_generation
-from astraflow.types import Generation, Sampling
+from astraflow.engines.sglang.command import LIFELINE
+from astraflow.engines.sglang.engine import SglangEngine
+from astraflow.errors import EngineError
+from astraflow.types import Sampling
+from served_suite import PROMPT, ServedSuite, check_lifeline
 
-PROMPT = [1, 5, 9]
 Start = Callable[..., Any]
 
 
-@pytest.fixture
-def tensors(endless_dir: Path) -> dict[str, torch.Tensor]:
-    return state_tensors(load_model(endless_dir))
+class TestSglang(ServedSuite):
+    kind, engine, names, updates = "sglang", SglangEngine, ("input_ids", "max_new_tokens"), ("update",)
+    held: ClassVar = {"args": {"fake_held": True, "fake_spans": True}, "deterministic": True}
+    tick = 12
+    starts: ClassVar = {
+        "memory": ("not enough memory", "mem_fraction_static"), "port": ("port is taken", "engine.port"),
+        "model": ("cannot load this model", "local"), "argument": ("does not know an argument", "engine.args"),
+        "gpu": ("finds no GPU", "local"),
+    }  # fmt: skip
+    environments: ClassVar = [
+        ({"version": ""}, "has no SGLang"),
+        ({"version": "0.4.9"}, "sglang=0.4.9 is not a version"),
+        ({"version": "0.6.0"}, "sglang=0.6.0 is not a version"),
+    ]
+    abouts: ClassVar = [
+        ({"dtype": "bfloat16"}, "sglang dtype=bfloat16 must be float32"),
+        ({"incremental_streaming_output": False}, "--incremental-streaming-output"),
+        ({"stream_interval": 8}, "--stream-interval 1"),
+        ({"speculative_algorithm": "EAGLE"}, "sglang speculative_algorithm=EAGLE must be None"),
+        ({"version": "0.5.10"}, "sglang=0.5.10 is not a version"),
+    ]
+    ours: ClassVar = ["quantization", "stream-interval", "speculative_algorithm"]
+
+    def test_what_a_deterministic_engine_needs(self, owner: Any, attach: Any) -> None:
+        with pytest.raises(EngineError, match=r"engine.deterministic=True is not what the server"):
+            attach(url=owner.url, deterministic=True)
 
 
 def test_every_sampling_parameter_is_sent(start: Start, eos_dir: Path) -> None:
@@ -64,17 +85,12 @@ def test_what_it_cannot_do_is_refused_by_name(start: Start, sampling: Sampling, 
         start().engine.submit("a", PROMPT, sampling).result(60)
 
 
-def test_logprobs_are_those_of_their_tokens(start: Start) -> None:
-    generation = start().engine.submit("a", PROMPT, Sampling(max_tokens=40)).result(60)
-    assert generation.logprobs.tolist() == (-generation.token_ids / 64).tolist()
-
-
 @pytest.mark.parametrize("spans", [True, False])
 def test_a_generation_ends_at_a_swap_and_goes_on_after_it(
     start: Start, tensors: dict[str, torch.Tensor], spans: bool
 ) -> None:
     """With what the server says of each token, and with one version for all of an answer."""
-    played, handed = start(args={"fake_held": True, "fake_spans": spans}), []
+    played, handed = start(args={"fake_held": True, "fake_spans": spans}), list[int]()
     played.engine.load_weights(4, tensors).result(60)
     future = played.engine.submit(
         "a", PROMPT, Sampling(max_tokens=30), lambda ids, logprobs, versions: handed.extend(versions)
@@ -112,37 +128,23 @@ def test_an_update_is_paused_flushed_and_named(start: Start, tensors: dict[str, 
     assert played.engine.effective_weights().result(60).checksum == "", "what cannot be looked at is not claimed"
 
 
-def test_a_request_that_starts_within_a_swap_is_of_the_new_version(
-    start: Start, tensors: dict[str, torch.Tensor]
-) -> None:
-    played = start()
-    swaps = [played.engine.load_weights(version, tensors) for version in range(6)]
-    futures = [played.engine.submit(str(number), PROMPT, Sampling(max_tokens=9)) for number in range(40)]
-    assert [swap.result(60) for swap in swaps] == list(range(6))
-    for future in futures:
-        check_generation(future.result(60))
-
-
-@pytest.mark.parametrize("spans", [True, False])
-def test_versions_that_the_server_does_not_confirm_fail_the_request(start: Start, spans: bool) -> None:
-    played = start(args={"fake_spans": spans})
+def test_versions_that_the_server_does_not_confirm_fail_the_request_token_by_token_too(start: Start) -> None:
+    played = start(args={"fake_spans": True})
     played.tell("fault", spans="wrong")
     with pytest.raises(EngineError, match=r"weight versions=.*77"):
         played.engine.submit("a", PROMPT, Sampling(max_tokens=9)).result(60)
-    assert len(played.engine.submit("b", PROMPT, Sampling(max_tokens=9)).result(60).token_ids) == 9
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ({"generate": "refuse"}, "not now"),
         ({"error": "now"}, "400 refused the request: no such thing"),
         ({"finish": json.dumps({"type": "abort", "message": "too long", "status_code": 400})}, "too long"),
         ({"finish": json.dumps({"type": "stop", "matched": 39})}, "ended a request at nothing"),
         ({"finish": json.dumps({"type": "stop", "matched": "NaN happened"})}, "ended a request at nothing"),
     ],
 )
-def test_a_request_that_the_server_refuses_fails_alone_and_says_why(
+def test_an_end_that_was_not_asked_for_fails_the_request_alone(
     start: Start, fault: dict[str, str], message: str
 ) -> None:
     played = start()
@@ -153,84 +155,45 @@ def test_a_request_that_the_server_refuses_fails_alone_and_says_why(
     assert played.engine.stats()["restarts"] == 0
 
 
-def test_a_connection_that_is_cut_is_asked_for_the_rest(start: Start) -> None:
-    played = start()
-    played.tell("fault", cut="now")
-    handed: list[int] = []
-    future = played.engine.submit("a", PROMPT, Sampling(max_tokens=30), lambda ids, *_: handed.extend(ids))
-    generation = future.result(60)
-    _, second = played.bodies()
-    assert second["input_ids"] == PROMPT + generation.token_ids[:7].tolist()
-    assert second["sampling_params"]["max_new_tokens"] == 23
-    assert generation.token_ids.tolist() == handed and len(handed) == 30
-    assert played.engine.stats()["restarts"] == 0
-
-
-def test_cancelling_ends_it_at_the_server_too(start: Start) -> None:
+def test_cancelling_is_said_to_the_server(start: Start) -> None:
+    """It notices a closed connection two seconds later."""
     played = start(args={"fake_held": True})
-    future = played.engine.submit("a", PROMPT, Sampling(max_tokens=30))
+    played.engine.submit("a", PROMPT, Sampling(max_tokens=30))
     played.step(3)
     played.engine.cancel("a")
-    assert len(future.result(60).token_ids) == 3
     (body,) = played.bodies()
     played.until(lambda: [{"rid": body["rid"]}] in played.asked("abort"))
 
 
-def test_weights_that_do_not_fit_change_nothing(start: Start, tensors: dict[str, torch.Tensor]) -> None:
-    played = start()
-    played.engine.load_weights(0, tensors).result(60)
-    missing = dict(list(tensors.items())[:-1])
-    with pytest.raises(ModelError, match="are missing"):
-        played.engine.load_weights(1, missing).result(60)
-    assert played.engine.version == 0 and len(played.asked("update")) == 1
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("-0.7", r"sglang logprobs=.*must be near -3.69"),  # of the policy at temperature 1
+        ("0.0", r"sglang logprobs=.*before top-k"),  # of what top-k left
+    ],
+)
+def test_a_server_with_other_logprobs_is_refused(start: Start, said: str, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        start(args={"fake_probe": said})
 
 
-def test_the_load_of_the_server_is_read(start: Start) -> None:
-    played = start(args={"fake_held": True})
-    future = played.engine.submit("a", PROMPT, Sampling(max_tokens=30))
-    played.step(3)
-    played.until(lambda: played.engine.stats().get("server_running") == 1)
-    stats = played.engine.stats()
-    assert (stats["server_waiting"], stats["kv_usage"]) == (1, 0.25)
-    played.tell("release")
-    future.result(60)
+def test_a_variable_that_makes_it_say_other_logprobs_does_not_reach_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    start()  # the fake ends at once where it has it
 
 
-def test_a_thousand_interleavings(start: Start, tensors: dict[str, torch.Tensor]) -> None:
-    """Submitting, sampling, cancelling, swapping: ids, logprobs and versions stay together."""
-    played, draw, version = start(args={"fake_held": True, "fake_spans": True}), random.Random(5), 0
-    engine = played.engine
-    engine.load_weights(0, tensors).result(60)
-    live: dict[str, tuple[Future[Generation], list[tuple[int, float, int]]]] = {}
-    for number in range(1000):
-        act = draw.choices(["submit", "step", "cancel", "swap"], [5, 5, 2, 1])[0]
-        if act == "submit" and len(live) < 12:
-            handed: list[tuple[int, float, int]] = []
-            prompt = [draw.randrange(3, 40) for _ in range(draw.randrange(1, 9))]
-            future = engine.submit(
-                str(number), prompt, Sampling(max_tokens=draw.randrange(1, 40)),
-                lambda *columns, to=handed: to.extend(zip(*columns, strict=True)),
-            )  # fmt: skip
-            live[str(number)] = (future, handed)
-        elif act == "step":
-            played.tell("step", tokens=draw.randrange(1, 6), requests=0)
-        elif act == "cancel" and live:
-            engine.cancel(draw.choice(sorted(live)))
-        elif act == "swap":
-            version += 1
-            engine.load_weights(version, tensors).result(60)
-        for name in [name for name, (future, _) in live.items() if future.done()]:
-            check(*live.pop(name))
-    played.tell("release")
-    for future, handed in live.values():
-        future.result(60)
-        check(future, handed)
-    assert engine.stats()["restarts"] == 0
-
-
-def check(future: Future[Generation], handed: list[tuple[int, float, int]]) -> None:
-    generation = future.result(60)
-    check_generation(generation)
-    columns = (generation.token_ids, generation.logprobs, generation.versions)
-    assert handed == list(zip(*(column.tolist() for column in columns), strict=True))
-    assert np.all(generation.logprobs == -generation.token_ids / 64)
+def test_the_servers_lifeline(tmp_path: Path) -> None:
+    """The whole group ends when its standard input closes, processes that it spawns too. SGLang is played by one
+    module."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "launch_server.py").write_text(
+        "import multiprocessing, sys, time\n"
+        "def work(queue):\n    queue.put(sys.argv[1:])\n    time.sleep(600)\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('spawn')\n    queue = context.Queue()\n"
+        "    child = context.Process(target=work, args=(queue,))\n    child.start()\n"
+        "    print(child.pid, queue.get(), flush=True)\n    child.join()\n"
+    )
+    check_lifeline([sys.executable, "-c", LIFELINE, "sglang.launch_server"], str(tmp_path))
