@@ -58,11 +58,13 @@ def rows(place: Path, steps: int) -> Iterator[dict[str, Any]]:
     cores = float(os.cpu_count() or 1)
     profiles: dict[str, Profile] = {}
     for name, (recipe, fitted_on, words) in RUNS.items():
+        load = os.getloadavg()[0]
         path = played(place, name, recipe, (*words, f"--run.steps={steps}"))
         if fitted_on == name:
             profiles[name] = fitted(path, cores)
         config = RunDirectory(path).config()
-        yield from compared(name, fitted_on, measured(path), simulate(config, profiles[fitted_on]))
+        for row in compared(name, fitted_on, measured(path), simulate(config, profiles[fitted_on])):
+            yield row | {"load": round(load, 1)}
 
 
 def played(place: Path, name: str, recipe: str, words: tuple[str, ...]) -> Path:

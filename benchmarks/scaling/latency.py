@@ -37,7 +37,9 @@ def rows(place: Path, rtts_ms: Sequence[int], steps: int) -> Iterator[dict[str, 
     for groups in GROUPS:
         config = run_file(groups, STALENESS, steps)
         real: dict[int, dict[str, Any]] = {}
+        loads: dict[int, float] = {}
         for rtt_ms in rtts_ms:
+            loads[rtt_ms] = round(os.getloadavg()[0], 1)
             real[rtt_ms] = played(place / f"g{groups}-{rtt_ms}ms", config, rtt_ms)
         costs = fitted(place / f"g{groups}-0ms" / "a", float(os.cpu_count() or 1))
         alone = simulated(config, costs, groups, 0)
@@ -47,6 +49,7 @@ def rows(place: Path, rtts_ms: Sequence[int], steps: int) -> Iterator[dict[str, 
                 "part": "latency", "groups": groups, "rtt_ms": rtt_ms, "s_per_step": None, "simulated": round(said, 3),
                 "error": None, "slowdown": None, "simulated_slowdown": round(said / alone, 2),
                 "simulated_staleness_4": round(simulated(config, costs, groups, rtt_ms, staleness=4), 3),
+                "load": loads.get(rtt_ms),
             }  # fmt: skip
             if rtt_ms in real:
                 own, base = real[rtt_ms]["step_s"], real[0]["step_s"]

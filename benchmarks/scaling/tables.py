@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.scaling.latency import RTTS_MS
+from benchmarks.scaling.check import RUNS
+from benchmarks.scaling.latency import GROUPS, RTTS_MS
 from benchmarks.scaling.sweeps import POLICIES, RATIOS, STALENESS, TAILS
 
 Rows = Sequence[Mapping[str, Any]]
+BUSY = 4.0  # load average before a run above which two cores had other work; the run before leaves about 2
 
 
 def tables(rows: Rows) -> dict[str, str]:
@@ -39,7 +41,7 @@ def filled(page: str, rows: Rows) -> str:
 
 def _check(rows: Rows) -> str:
     head = ["run", "policy", "s per step: real", "simulated", "error", "trainer idle", "node idle", "staleness"]
-    return _table(head, [
+    table = _table(head, [
         [
             f"{row['run']} (fitted)" if row["run"] == row["fitted_on"] else row["run"], row["policy"],
             row["s_per_step"], row["simulated"], f"{row['error']:+.0%}",
@@ -49,6 +51,7 @@ def _check(rows: Rows) -> str:
         ]
         for row in rows
     ])  # fmt: skip
+    return table + _note(rows, "run", RUNS)
 
 
 def _latency(rows: Rows) -> str:
@@ -59,7 +62,20 @@ def _latency(rows: Rows) -> str:
         last = by[groups, RTTS_MS[-1]]
         lines.append([groups, *cells, f"{last['simulated_staleness_4']:.2f}"])
     head = ["groups a batch", *(f"{rtt_ms} ms" for rtt_ms in RTTS_MS), f"{RTTS_MS[-1]} ms, max_staleness 4"]
-    return _table(head, lines)
+    return _table(head, lines) + _note(rows, "groups", GROUPS)
+
+
+def _note(rows: Rows, column: str, wanted: Iterable[Any]) -> str:
+    """What a reader must know of how the rows came to be: other work beside them, and which are not there yet."""
+    lacking = [str(value) for value in wanted if value not in {row[column] for row in rows}]
+    loads = [row["load"] for row in rows if row["load"] is not None]
+    said = []
+    if loads and max(loads) > BUSY:
+        span = " to ".join(dict.fromkeys(f"{load:.0f}" for load in (min(loads), max(loads))))
+        said.append(f"Seen beside other work: load {span} on two cores.")
+    if lacking:
+        said.append(f"Yet to be measured, {column}: {', '.join(lacking)}.")
+    return f"\n\n({' '.join(said)})" if said else ""
 
 
 def _cell(row: Mapping[str, Any]) -> str:

@@ -81,6 +81,10 @@ class Dataflow:
         self._waiters.append((count, reply))
         self._serve()
 
+    def lease_now(self, count: int) -> list[Lease]:
+        """Up to `count` episodes of those that may be played at once: what a commit brings back."""
+        return self._pick(count)
+
     def commit(self, group: OpenGroup, versions: dict[str, int]) -> None:
         """An episode is over; `versions`: the oldest of each policy that it called."""
         for name, version in versions.items():

@@ -57,6 +57,16 @@ class _Play:
     versions: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Exchange:
+    """What has ended goes first, then `count` leases are asked for: in the request of the last of them, where one is
+    still to be sent."""
+
+    count: int
+    until: int  # committed, of all that this node plays
+    with_leases: bool
+
+
 class Node:
     """As `section` says, but that it stays to the end."""
 
@@ -80,10 +90,10 @@ class Node:
         self._in_play = 0
         self._waiting: list[_Play] = []
         self._finished: list[_Play] = []
-        self._sending = self._asking = self._ask_planned = False
+        self._asking = self._ask_planned = False
         self._sent = -1e9
-        self._send_plan = 0
-        self._settled: Callable[[], None] | None = None
+        self._send_plan = self._num_sending = self._num_committed = 0
+        self._exchange: _Exchange | None = None
         self.weight_bytes, self.num_played = 0.0, 0
 
     def join(self, heartbeat_s: float) -> None:
@@ -135,11 +145,22 @@ class Node:
         if self._asking or count < max(1, self._concurrency // _SHARE) or self._around.dataflow.over:
             return
         self._asking = True
+        backlog = len(self._finished) + self._num_sending
+        if not backlog:
+            self._lease(count)
+            return
+        self._exchange = _Exchange(count, self._num_committed + backlog, bool(self._finished))
+        self._send_soon()
+
+    def _lease(self, count: int) -> None:
         size = self._around.profile.network.message_bytes
-        self._when_settled(lambda: self._request(size, lambda: self._around.dataflow.lease(count, self._given)))
+        self._request(size, lambda: self._around.dataflow.lease(count, self._given))
 
     def _given(self, leases: list[Lease]) -> None:
-        self._reply(self._around.profile.network.message_bytes * (1 + len(leases) / 4), lambda: self._accept(leases))
+        self._reply(self._size_of(leases), lambda: self._accept(leases))
+
+    def _size_of(self, leases: list[Lease]) -> float:
+        return self._around.profile.network.message_bytes * (1 + len(leases) / 4)
 
     # -- episodes ------------------------------------------------------------------------------------------------------
 
@@ -198,48 +219,50 @@ class Node:
 
     # -- commits -------------------------------------------------------------------------------------------------------
 
-    def _when_settled(self, act: Callable[[], None]) -> None:
-        """Once all that has ended is committed."""
-        if not self._finished and not self._sending:
-            act()
-            return
-        self._settled = act
-        self._send_soon()
-
     def _send_soon(self) -> None:
         """At least `commit_apart_s` after the request before, unless there is enough, or the lease loop waits."""
-        if self._sending or not self._finished:
+        if self._num_sending or not self._finished:
             return
         self._send_plan += 1
         plan = self._send_plan
-        at_once = self._settled is not None or len(self._finished) >= _MOST_COMMITTED
+        at_once = self._exchange is not None or len(self._finished) >= _MOST_COMMITTED
         wait_s = (
             0.0 if at_once else max(0.0, self._sent + self._around.profile.serving.commit_apart_s - self._clock.now)
         )
         self._clock.after(wait_s, lambda: self._send() if plan == self._send_plan else None)
 
     def _send(self) -> None:
-        if self._sending or not self._finished:
+        if self._num_sending or not self._finished:
             return
         sent, self._finished = self._finished[:_MOST_COMMITTED], self._finished[_MOST_COMMITTED:]
-        self._sending, self._sent = True, self._clock.now
+        self._num_sending, self._sent = len(sent), self._clock.now
+        wants = self._exchange
+        asks = wants is not None and wants.with_leases and self._num_committed + len(sent) >= wants.until
+        more = wants.count if wants is not None and asks else 0
         network = self._around.profile.network
         tokens = sum(call.tokens + call.prompt_tokens for play in sent for call in play.calls)
         size = network.message_bytes + len(sent) * network.episode_bytes + tokens * network.token_bytes
-        self._request(size, lambda: self._committed(sent))
+        self._request(size, lambda: self._committed(sent, more))
 
-    def _committed(self, sent: list[_Play]) -> None:
+    def _committed(self, sent: list[_Play], more: int) -> None:
+        dataflow = self._around.dataflow
         for play in sent:
-            self._around.dataflow.commit(play.lease.group, play.versions)
+            dataflow.commit(play.lease.group, play.versions)
             if not play.lease.group.num_open:
                 self._around.episodes.forget(play.lease.group.number)
-        self._reply(self._around.profile.network.message_bytes, self._acknowledged)
+        leases = dataflow.lease_now(more)
+        self._reply(self._size_of(leases), lambda: self._acknowledged(leases))
 
-    def _acknowledged(self) -> None:
-        self._sending = False
-        if self._settled is not None and not self._finished:
-            act, self._settled = self._settled, None
-            act()
+    def _acknowledged(self, leases: list[Lease]) -> None:
+        self._num_committed += self._num_sending
+        self._num_sending = 0
+        wants = self._exchange
+        if wants is not None and self._num_committed >= wants.until:
+            self._exchange = None
+            if leases:
+                self._accept(leases)
+            else:
+                self._lease(wants.count)
         self._send_soon()
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -261,7 +284,10 @@ class Node:
         size = cost.full_bytes
         if have >= 0 and cost.delta_bytes:
             size = min(size, behind * cost.delta_bytes) if size else behind * cost.delta_bytes
-        self._around.up.send(network.message_bytes)
+        for trip in range(network.trips):
+            self._around.up.send(network.message_bytes)
+            if trip:
+                self._around.down.send(network.message_bytes)  # the manifest; the tensors come last
         self.weight_bytes += size
 
         def in_force() -> None:

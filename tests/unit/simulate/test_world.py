@@ -69,6 +69,16 @@ def test_twice_the_nodes_halve_the_rollout() -> None:
     assert two == pytest.approx(ROLLOUT_S + TRAIN_S)
 
 
+@pytest.mark.parametrize(("staleness", "requests"), [(0, 2), (1, 1)])
+def test_a_commit_brings_the_next_leases_where_the_gate_is_open(staleness: int, requests: int) -> None:
+    """All episodes of a batch end at once; its commit opens the gate of a synchronous run only when it is trained."""
+    config = config_of(steps=20, batch={"max_staleness": staleness})
+    quiet = config.model_copy(update={"dataflow": config.dataflow.model_copy(update={"heartbeat_s": 1e6})})
+    found = simulate(quiet, profile(config, {"network": {"trips": 2}}))
+    of_weights = 2
+    assert found.messages_per_step == pytest.approx(2 * (requests + of_weights), abs=0.2)
+
+
 def test_each_trip_of_a_synchronous_step_costs_its_latency() -> None:
     config, rtt_s = config_of(batch={"max_staleness": 0}), 0.1
     costs = profile(config, {"network": {"rtt_s": rtt_s, "trips": 2}})
