@@ -7,7 +7,7 @@
 | sweep   | ratio of rollout to training, tails, staleness, number of policies | the simulator               |
 | sizes   | bytes and seconds of weights against a step of 1.7B, 8B and 70B    | arithmetic, the simulator   |
 
-    python -m benchmarks.bench_scaling [--parts check,latency,sweep,sizes] [--rtts-ms 0,50,300] [--steps 32]
+    python -m benchmarks.bench_scaling [--parts check,latency,sweep,sizes] [--rtts-ms 0,50,300] [--steps 28]
 
 check and latency take about eleven minutes on two cores without other work, the others one. It writes the tables of
 docs/scaling.md. Rows of parts that are left out stay as they were in `results/scaling.json`.
@@ -36,7 +36,7 @@ def main() -> None:
     """Measure and write `results/scaling.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--steps", type=int, default=32, help="of a run of `check`")
+    parser.add_argument("--steps", type=int, default=28, help="of a run of `check`")
     parser.add_argument("--latency-steps", type=int, default=10, help="of a run of `latency`")
     parser.add_argument("--rtts-ms", default="0,10,50,150,300", help="round trips that are measured, 0 first")
     parser.add_argument("--place", type=Path, help="where runs are kept; default: a directory that is removed")

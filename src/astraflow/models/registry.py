@@ -18,7 +18,7 @@ from astraflow.models.stored import check_model_files
 from astraflow.models.tiny_char import SIZES, write_tiny_char
 
 BUILT_IN = (*SIZES, "smollm2-135m-instruct")
-_FORMAT = 1  # raised when what is written changes, so an older cache is not used
+_FORMAT, _TINY_FORMAT = 1, 2  # raised when what is written changes, so an older cache is not used
 
 
 def model_directory(name: str, cache: Path, seed: int) -> Path:
@@ -33,7 +33,7 @@ def model_directory(name: str, cache: Path, seed: int) -> Path:
     if kind == "nf4" and rounded:
         return _rounded(model_directory(rounded, cache, seed), cache)
     if name in SIZES:
-        return _cached(cache / f"{name}-{_FORMAT}-seed{seed}", lambda into: write_tiny_char(into, seed, name))
+        return _cached(cache / f"{name}-{_TINY_FORMAT}-seed{seed}", lambda into: write_tiny_char(into, seed, name))
     if name == "smollm2-135m-instruct":
         target = cache / f"smollm2-135m-instruct-{_FORMAT}"
         if target.is_dir():

@@ -2,7 +2,7 @@
 `tiny-char-large` (1.7M), and their chat template.
 
 One conversation is one plain sequence: `<bos>` once, user and tool contents as they are, then each assistant turn and
-`<eos>`; the tool call `calc(expr="3*4")` is written `[3*4]`.
+`<eos>`; a tool call with one argument, such as `calc(expr="3*4")`, is written `[3*4]`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_POSITIONS = 512
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}[{% if c.function.arguments is not mapping %}{{ c.function.arguments }}"
-    "{% elif c.function.name == 'calc' %}{{ c.function.arguments.expr }}"
+    "{% elif c.function.arguments | length == 1 %}{{ c.function.arguments.values() | first }}"
     "{% else %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endif %}]{% endfor %}"
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )

@@ -73,8 +73,9 @@ def test_tool_arguments_may_be_text_or_objects(tiny: ChatTokenizer) -> None:
     ):
         call = {"function": {"name": "calc", "arguments": arguments}}
         assert tiny.render([{"role": "assistant", "tool_calls": [call]}], None, False) == f"<bos>{written}<eos>"
-    other = {"function": {"name": "find", "arguments": {"q": 1}}}
-    assert tiny.render([{"role": "assistant", "tool_calls": [other]}], None, False) == '<bos>[find{"q": 1}]<eos>'
+    for arguments, written in (({"q": "fig"}, "[fig]"), ({"q": 1, "n": 2}, '[find{"q": 1, "n": 2}]')):
+        other = {"function": {"name": "find", "arguments": arguments}}
+        assert tiny.render([{"role": "assistant", "tool_calls": [other]}], None, False) == f"<bos>{written}<eos>"
 
 
 def test_normalising_leaves_the_callers_messages_alone() -> None:
