@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup sandbox quickstart two-nodes smollm2 mixed-pool test test-vllm test-sglang gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-sandbox bench-regions bench-scaling bench-multi-policy bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup sandbox quickstart two-nodes smollm2 mixed-pool test test-vllm test-sglang gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-sandbox bench-graders bench-regions bench-scaling bench-multi-policy bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -50,6 +50,8 @@ $(VENV)/.smollm2: $(VENV)/.run
 $(VENV)/.dev: $(VENV)/.smollm2
 	@echo "installing the development tools (once)"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(PIP) install -c constraints.txt -e '.[reasoning-gym]' >/dev/null 2>&1 || \
+	  echo "NO reasoning-gym: one of its packages is compiled, which needs a C compiler; its tests are skipped" >&2
 	@touch $@
 
 setup: $(VENV)/.run  ## make the environment in .venv (everything that a run needs)
@@ -164,6 +166,9 @@ bench-pool: $(VENV)/.dev  ## 1,000 simulated nodes and 8 policies against one da
 
 bench-sandbox: $(VENV)/.dev sandbox  ## solutions of MBPP and HumanEval judged in bubblewrap, per second
 	@$(BIN)/python -m benchmarks.bench_sandbox $(ARGS)
+
+bench-graders: $(VENV)/.dev  ## answers of mathematics graded per second, and agreement, beside math-verify alone
+	@$(BIN)/python -m benchmarks.bench_graders $(ARGS)
 
 bench-regions: $(VENV)/.dev  ## trainer and nodes in two regions, 100 Mbit/s and 150 ms apart: full, deltas, deltas and a relay
 	@$(BIN)/python -m benchmarks.bench_regions $(ARGS)

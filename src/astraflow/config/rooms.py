@@ -27,6 +27,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
     "sources": {
         "calculator": "astraflow.sources.calculator:CalculatorSource",
         "sums": "astraflow.sources.sums:SumsSource",
+        "seeds": "astraflow.sources.seeds:SeedsSource",
         "jsonl": "astraflow.sources.files:JsonlSource",
         "gsm8k": "astraflow.sources.gsm8k:Gsm8kSource",
         "humaneval": "astraflow.sources.code.humaneval:HumanEvalSource",
@@ -50,6 +51,8 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
     },
     "environments": {
         "calculator": "astraflow.environments.calculator:Calculator",
+        "gymnasium": "astraflow.environments.adapters.gymnasium:Gymnasium",
+        "textarena": "astraflow.environments.adapters.textarena:TextArena",
     },
     "rewards": {
         "exact": "astraflow.rewards.exact:Exact",
@@ -57,6 +60,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "gsm8k": "astraflow.rewards.numbers:ShapedGsm8k",
         "calculation": "astraflow.rewards.calculation:Calculation",
         "code": "astraflow.rewards.code:Code",
+        "math": "astraflow.rewards.math.grader:Math",
     },
     "operators": {
         "accept_all": "astraflow.dataflow.operators.source.accept_all:AcceptAll",

@@ -269,8 +269,9 @@ class ProcessPool:
             _fail(job.future, failure)
         for orphan in orphans:
             _fail(orphan.future, CallFailed("lost", "the process of this seat was ended by a call of another"))
-        if broken:
-            log.warning("%s: %s", self.name, failure)
+        if broken and failure is not None:
+            first = self._health.kills + self._health.lost == 1
+            log.log(logging.WARNING if first else logging.DEBUG, "%s: %s (others are counted)", self.name, failure)
             self._renew(place)
 
     def _vacate(self, place: _Place) -> list[_Job]:
@@ -294,10 +295,16 @@ class ProcessPool:
 
     def _start(self, place: _Place) -> None:
         """Raises: CallFailed."""
+        with self._changed:
+            if self._closed:
+                raise CallFailed("closed", f"the processes of {self.name} were ended")
+            process = place.process = Process(self._hello, self._environment)
         try:
-            place.process = Process(self._hello, self._environment, self.settings.start_s)
+            process.ready(self.settings.start_s)
         except CallFailed as error:
+            process.end()
             with self._changed:
+                place.process = None
                 self._failed_starts += 1
                 if self._failed_starts >= _MAX_FAILED_STARTS:
                     self._no_start = str(error)

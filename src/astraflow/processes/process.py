@@ -20,10 +20,9 @@ _PIECE = 1 << 16
 
 
 class Process:
-    """A process that made its target. It ends with the thread that started it, or by `end`."""
+    """A process that makes its target. It ends with the thread that started it, or by `end`."""
 
-    def __init__(self, hello: Hello, environment: Mapping[str, str], start_s: float) -> None:
-        """Raises: CallFailed: it cannot be started."""
+    def __init__(self, hello: Hello, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -31,15 +30,17 @@ class Process:
                 pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, env=dict(environment), start_new_session=True,
             )  # fmt: skip
-        self._channel, self._rest = ours, b""
+        self._channel, self._rest, self._hello = ours, b"", hello
+
+    def ready(self, within_s: float) -> None:
+        """Wait for its target. Raises: CallFailed: "start"; only `end` is left to do."""
+        name = self._hello.target
         try:
-            told = self._exchange(msgspec.json.encode(hello), start_s, f"{hello.target} was not ready")
+            told = self._exchange(msgspec.json.encode(self._hello), within_s, f"{name} was not ready")
         except CallFailed as error:
-            self.end()
             raise CallFailed("start", str(error)) from error
         if told.error:
-            self.end()
-            raise CallFailed("start", f"{hello.target}: {told.error}")
+            raise CallFailed("start", f"{name}: {told.error}")
 
     def call(self, ask: Ask, deadline_s: float) -> Any:
         """Raises: CallFailed: after "deadline" and "lost" only `end` is left to do; after "raised" it goes on."""
