@@ -17,7 +17,8 @@ from sandboxed import needs_sandbox
 pytestmark = [pytest.mark.flow, pytest.mark.slow, pytest.mark.timeout(240)]
 TEAMS = Path(__file__).parents[2] / "examples" / "teams"
 FILES = sorted(TEAMS.glob("*.toml"))
-CODE = [pytest.param(path, marks=needs_sandbox) if path.stem == "coder" else path for path in FILES]
+SANDBOX = ("coder", "by_example", "by_example_alone")
+CODE = [pytest.param(path, marks=needs_sandbox) if path.stem in SANDBOX else path for path in FILES]
 SMALL = ("--run.steps=2", "--dataflow.heartbeat_s=0.2", "--workflow.group_size=8")
 
 
@@ -31,7 +32,7 @@ def _in_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", CODE, ids=lambda path: path.stem)
 def test_a_team_trains_two_steps(path: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     config = load_run(path)
-    assert check_start(config, here=True)[0]["train"] == 100
+    assert check_start(config, here=True)[0]["train"] >= 100
     small = [f"--policies.{name}.batch.groups=2" for name in config.trained]
     small += [f"--policies.{name}.operators=['keep_all']" for name in config.trained]
     small += [f"--policies.{name}.warm_start.steps=8" for name, p in config.trained.items() if p.warm_start is not None]
@@ -59,5 +60,5 @@ def test_roles_of_one_base_publish_nothing_but_adapters(tmp_path: Path, run: Cal
 
 
 def test_the_files_are_short() -> None:
-    assert len(FILES) == 6
+    assert len(FILES) == 8
     assert {path.name: lines for path in FILES if (lines := len(path.read_text().splitlines())) > 45} == {}
