@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup sandbox quickstart two-nodes smollm2 mixed-pool test test-vllm test-sglang gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-sandbox bench-graders bench-regions bench-scaling bench-multi-policy bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup sandbox quickstart two-nodes smollm2 mixed-pool test test-vllm test-sglang gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-sandbox bench-graders bench-regions bench-scaling bench-multi-policy bench-collaboration bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -175,6 +175,9 @@ bench-regions: $(VENV)/.dev  ## trainer and nodes in two regions, 100 Mbit/s and
 
 bench-multi-policy: $(VENV)/.dev $(PEERS)/.ready  ## actor and verifier to the same reward: a synchronous loop, ours; one policy beside TRL
 	@$(BIN)/python -m benchmarks.bench_multi_policy --peers=$(PEERS)/bin/python $(ARGS)
+
+bench-collaboration: $(VENV)/.dev sandbox  ## held-out code of a coder and a tester, and of one policy that samples as much
+	@$(BIN)/python -m benchmarks.bench_collaboration $(ARGS)
 
 bench-scaling: $(VENV)/.dev  ## when running apart pays: the simulator against real runs, sweeps, latency, larger models
 	@$(BIN)/python -m benchmarks.bench_scaling $(ARGS)
