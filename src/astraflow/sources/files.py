@@ -28,16 +28,23 @@ def load_jsonl(path: Path, required: Sequence[str] = ()) -> tuple[list[dict[str,
         content = path.read_bytes()
     except OSError as error:
         raise SourceError("path", str(path), f"cannot be read ({error.strerror})", "name a JSON Lines file") from error
-    rows = [_parse(path, number, line) for number, line in enumerate(_lines(path, content), 1) if line.strip()]
+    rows = parse_lines(path, content)
     if not rows:
         raise SourceError("path", str(path), "holds no row", "write one JSON object a line")
     _check_rows(path, rows, tuple(required) or tuple(rows[0]))
     return rows, xxhash.xxh3_64_hexdigest(content)
 
 
-def _lines(path: Path, content: bytes) -> list[str]:
+def parse_lines(path: Path, content: bytes) -> list[dict[str, Any]]:
+    """One JSON object a line, blank lines left out. Raises: SourceError: names the line."""
+    lines = text_of(path, content).split("\n")
+    return [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def text_of(path: Path, content: bytes) -> str:
+    """Raises: SourceError: it is not UTF-8; names the line."""
     try:
-        return content.decode("utf-8-sig").split("\n")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise SourceError(f"{path}:{line}", error.reason, "is not UTF-8", "save the file as UTF-8") from error

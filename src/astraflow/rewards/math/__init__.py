@@ -1,1 +1,1 @@
-"""Answers of mathematics: found (`boxed`), compared as written (`forms`), else by computer algebra (`verifier`)."""
+"""Answers of mathematics: compared as written (`forms`), else by computer algebra (`verifier`)."""

@@ -14,7 +14,7 @@ from typing import Literal
 from astraflow.errors import Problem
 from astraflow.processes.pool import ProcessPool
 from astraflow.processes.records import CallFailed, Settings
-from astraflow.rewards.math.boxed import last_boxed
+from astraflow.answers import last_boxed
 from astraflow.rewards.math.forms import same
 from astraflow.rewards.numbers import final_number
 from astraflow.types import Outcome, Task

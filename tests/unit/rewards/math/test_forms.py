@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow.rewards.math.boxed import last_boxed
+from astraflow.answers import last_boxed
 from astraflow.rewards.math.forms import number, plain, same
 
 TABLE = Path(__file__).parents[3] / "support" / "answer_forms.jsonl"

@@ -1,4 +1,4 @@
-"""Where a reply says its answer."""
+"""Where a solution says its answer: a reply of a policy, or one of a data set."""
 
 from __future__ import annotations
 

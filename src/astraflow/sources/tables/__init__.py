@@ -1,0 +1,1 @@
+"""Data sets of others: files found and read (`reading`), fields picked (`fields`), the source (`dataset`)."""
