@@ -220,7 +220,7 @@ class Environment(Protocol):
     one, and in the end fails with the error `env_error` or `env_timeout`.
     """
 
-    runs: ClassVar[Literal["cheap", "cpu", "box", "service", "judge"]] = "cheap"
+    runs: Literal["cheap", "cpu", "box", "service", "judge"] = "cheap"
     """Where the work of a step is done: here, in less than a millisecond; in a process of a pool, which is killed at
     the deadline; in the sandbox; by another service; by a model. The last three have a coroutine function as `step`."""
     sides: int = 1
@@ -228,7 +228,7 @@ class Environment(Protocol):
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """OpenAI function schemas; a class attribute will do. Empty: it is acted in by text."""
+        """OpenAI function schemas, read after `reset`; a class attribute will do. Empty: it is acted in by text."""
         return []
 
     def reset(self, task: Task) -> str | list[Message] | Step | Awaitable[str | list[Message] | Step]:

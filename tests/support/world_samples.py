@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-from typing import Any
 
 from astraflow.contracts import Environment
 from astraflow.types import Action, Message, Step, Task
@@ -31,12 +30,9 @@ class Counter(Environment):
 
 
 class HeavyCounter(Counter):
-    """In a process; some texts are faults. Its tool tells which process it is in."""
+    """In a process; some texts are faults."""
 
     runs = "cpu"
-    tools: list[dict[str, Any]] = [  # type: ignore[assignment]  # noqa: RUF012
-        {"type": "function", "function": {"name": "pid", "parameters": {"type": "object", "properties": {}}}}
-    ]
 
     def step(self, action: Action) -> Step:
         match action.text:
@@ -51,8 +47,8 @@ class HeavyCounter(Counter):
                 raise RuntimeError("no disk")
             case "garbage":
                 return {"text": 7}  # type: ignore[return-value]
-        if action.tool == "pid":
-            return Step(str(os.getpid()))
+            case "pid":
+                return Step(str(os.getpid()))
         return super().step(action)
 
 

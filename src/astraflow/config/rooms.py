@@ -57,6 +57,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "search": "astraflow.environments.search:Search",
         "gymnasium": "astraflow.environments.adapters.gymnasium:Gymnasium",
         "textarena": "astraflow.environments.adapters.textarena:TextArena",
+        "http": "astraflow.environments.adapters.http:Http",
     },
     "rewards": {
         "exact": "astraflow.rewards.exact:Exact",

@@ -29,10 +29,11 @@ class Host:
         self._living: dict[int, Environment] = {}
         self._loop = asyncio.new_event_loop()
 
-    def reset(self, number: int, task: dict[str, Any]) -> Any:
-        """A Step as a dict, or what `Environment.reset` gives otherwise."""
+    def reset(self, number: int, task: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
+        """A Step as a dict, or what `Environment.reset` gives otherwise; and the tools."""
         world = self._living[number] = self._chosen.make()
-        return msgspec.to_builtins(self._done(world.reset(msgspec.convert(task, Task))))
+        said = msgspec.to_builtins(self._done(world.reset(msgspec.convert(task, Task))))
+        return said, world.tools
 
     def step(self, number: int, action: dict[str, Any]) -> Any:
         """A Step as a dict."""
@@ -55,10 +56,9 @@ def pool_of(spec: Mapping[str, Any], name: str, settings: Settings) -> ProcessPo
 class Pooled(Environment):
     """The environment of one seat, as the workflow sees it. Its deadlines do not count the waiting for a process."""
 
-    runs = "cpu"
-
-    def __init__(self, pool: ProcessPool, tools: list[dict[str, Any]], timeout_s: float) -> None:
-        self._pool, self._tools, self._timeout_s = pool, tools, timeout_s
+    def __init__(self, pool: ProcessPool, timeout_s: float) -> None:
+        self._pool, self._timeout_s = pool, timeout_s
+        self._tools: list[dict[str, Any]] = []
         self._seat: Seat | None = None
         self._number = next(_numbers)
 
@@ -68,7 +68,7 @@ class Pooled(Environment):
 
     async def reset(self, task: Task) -> str | list[Message] | Step:
         self._seat = await self._pool.seat()
-        said = await self._call("reset", msgspec.to_builtins(task))
+        said, self._tools = await self._call("reset", msgspec.to_builtins(task))
         return _step(said) if isinstance(said, dict) else said
 
     async def step(self, action: Action) -> Step:

@@ -49,7 +49,7 @@ class Worlds:
         """
         self._chosen, self._timeout_s = choose("environments", spec, where), env_timeout_s
         sample = cast(Environment, self._chosen.make())
-        self.tools, self.flag = list(sample.tools), sample.runs
+        self.flag, self.sides = sample.runs, sample.sides
         _check(sample, self._chosen, where, sides)
         if env_timeout_s <= 0:
             raise Problem(
@@ -67,7 +67,7 @@ class Worlds:
     def open(self) -> World:
         """An environment for one episode. Raises: EpisodeError: it could not be made."""
         if self._pool is not None:
-            return World(Pooled(self._pool, self.tools, self._timeout_s), None, self.health)
+            return World(Pooled(self._pool, self._timeout_s), None, self.health)
         try:
             return World(cast(Environment, self._chosen.make()), self._timeout_s, self.health)
         except Exception as error:
@@ -86,8 +86,12 @@ class World:
         """`timeout_s`: None where the environment keeps its deadlines itself."""
         self._environment, self._timeout_s, self._health = environment, timeout_s, health
         self._num_steps = 0
-        self.tools = list(environment.tools)
         health.started()
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Its tools, after `reset`."""
+        return list(self._environment.tools)
 
     async def reset(self, task: Task) -> tuple[list[Message], int]:
         """The opening messages, and which side they are for."""

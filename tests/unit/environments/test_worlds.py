@@ -31,7 +31,7 @@ def heavy() -> Iterator[Worlds]:
 
 
 async def pid(world: object) -> str:
-    return (await world.step(Action(tool="pid"))).text  # type: ignore[attr-defined]
+    return (await world.step(say("pid"))).text  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["Counter", "HeavyCounter"])

@@ -8,6 +8,7 @@ import pytest
 from astraflow.environments import calculator as environment
 from astraflow.errors import SourceError
 from astraflow.sources.calculator import TOOLS, CalculatorSource
+from astraflow.sources.seeds import SeedsSource
 from astraflow.sources.sums import SumsSource
 
 
@@ -111,3 +112,13 @@ def test_wrong_options_say_what_is_right(make, words):
     with pytest.raises(SourceError) as error:
         make()
     assert all(word in str(error.value) for word in words)
+
+
+def test_seeds_are_numbers_with_what_every_task_has() -> None:
+    source = SeedsSource(size=3, first=100, fields={"level": 2})
+    assert [source.row(i) for i in range(len(source))] == [{"level": 2, "seed": 100 + i} for i in range(3)]
+    assert source.fingerprint() != SeedsSource(size=3, first=101, fields={"level": 2}).fingerprint()
+    with pytest.raises(SourceError, match="size=0 must be >= 1"):
+        SeedsSource(size=0)
+    with pytest.raises(SourceError, match="first=-1 must be >= 0"):
+        SeedsSource(first=-1)
