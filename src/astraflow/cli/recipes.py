@@ -1,4 +1,4 @@
-"""`astraflow recipes`: list, show and copy the run files that ship with the project."""
+"""Where run files come from: `astraflow recipes` has those of the project, `astraflow init` makes one of your own."""
 
 from __future__ import annotations
 
@@ -53,3 +53,19 @@ def copy(
             "target", str(path), f"cannot be written ({error.strerror})", "give a file in a directory that exists"
         ) from error
     typer.echo(f"wrote {path}; run it with: astraflow run {path}")
+
+
+def init(
+    name: Annotated[Path, typer.Argument(help="Of the new folder, and of its run.")],
+    like: Annotated[str, typer.Option("--like", help="tool_use, single_turn or team.")] = "tool_use",
+) -> None:
+    """Make a folder with an agent or environment, tasks, a run file and tests, which trains a tiny model at once."""
+    from astraflow.scaffold.project import KINDS, create
+
+    files = create(name, like)
+    typer.echo(f"wrote {name}: {', '.join(files)}")
+    typer.echo(f"It is {KINDS[like]} (others: --like {' or '.join(k for k in KINDS if k != like)}). Next:\n")
+    typer.echo(f"  cd {name}")
+    typer.echo("  python -m pytest          # seconds: the agent without a model")
+    typer.echo("  astraflow run run.toml    # about a minute: a tiny model learns it\n")
+    typer.echo("README.md there says how to make it yours.")

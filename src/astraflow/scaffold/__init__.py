@@ -1,0 +1,1 @@
+"""`astraflow init`: projects that run at once."""
