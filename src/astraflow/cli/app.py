@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 app.command("run", context_settings=OVERRIDES)(run.run)
 app.command("validate", context_settings=OVERRIDES)(run.validate)
+app.command("init")(recipes.init)
 app.add_typer(recipes.app, name="recipes")
 app.command("dataflow", context_settings=OVERRIDES)(services.dataflow)
 app.command("node")(services.node)
