@@ -51,7 +51,8 @@ class Function:
             _check(name, of, style, self._options)
 
     async def __call__(self, completion: str, task: Task) -> Outcome:
-        total, scored, metrics = 0.0, False, {}
+        total, scored = 0.0, False
+        metrics: dict[str, float] = {}
         for (name, of), weight in zip(self._functions.items(), self._weights, strict=True):
             said = self._call(of, completion, task)
             reward, more = _number(name, await said if inspect.isawaitable(said) else said)
