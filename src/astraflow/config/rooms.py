@@ -58,6 +58,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "gymnasium": "astraflow.environments.adapters.gymnasium:Gymnasium",
         "textarena": "astraflow.environments.adapters.textarena:TextArena",
         "http": "astraflow.environments.adapters.http:Http",
+        "mcp": "astraflow.environments.adapters.mcp.environment:Mcp",
     },
     "rewards": {
         "exact": "astraflow.rewards.exact:Exact",
@@ -68,6 +69,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "calculation": "astraflow.rewards.calculation:Calculation",
         "code": "astraflow.rewards.code:Code",
         "function": "astraflow.rewards.function:Function",
+        "judge": "astraflow.rewards.judge:Judge",
         "math": "astraflow.rewards.math.grader:Math",
     },
     "encoders": {},
