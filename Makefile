@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup sandbox quickstart two-nodes smollm2 mixed-pool test test-vllm test-sglang gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-sandbox bench-graders bench-regions bench-scaling bench-multi-policy bench-collaboration bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup sandbox quickstart two-nodes smollm2 mixed-pool test test-vllm test-sglang gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-sandbox bench-retrieval bench-graders bench-regions bench-scaling bench-multi-policy bench-collaboration bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -169,6 +169,9 @@ bench-sandbox: $(VENV)/.dev sandbox  ## solutions of MBPP and HumanEval judged i
 
 bench-graders: $(VENV)/.dev  ## answers of mathematics graded per second, and agreement, beside math-verify alone
 	@$(BIN)/python -m benchmarks.bench_graders $(ARGS)
+
+bench-retrieval: $(VENV)/.dev  ## queries per second in process and through the service, and what they find
+	@$(BIN)/python -m benchmarks.bench_retrieval $(ARGS)
 
 bench-regions: $(VENV)/.dev  ## trainer and nodes in two regions, 100 Mbit/s and 150 ms apart: full, deltas, deltas and a relay
 	@$(BIN)/python -m benchmarks.bench_regions $(ARGS)

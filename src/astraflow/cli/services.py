@@ -259,6 +259,45 @@ def relay(
         run_relay(dataflow, RelayOptions(directory.absolute(), host, port, url), token=token, stop=stop)
 
 
+def retriever(
+    corpus: Annotated[str, typer.Option(help="A JSON Lines file, perhaps .gz, or one that ships.")] = "wiki2hop",
+    id_key: Annotated[str, typer.Option(help="Key of a row that holds its id.")] = "id",
+    title_key: Annotated[str, typer.Option(help='Its title; "": there is none.')] = "title",
+    text_key: Annotated[str, typer.Option(help="Its text.")] = "text",
+    vectors: Annotated[str, typer.Option(help=".npy of one vector per passage.")] = "",
+    encoder: Annotated[str, typer.Option(help="Of queries, to search by vectors: FILE.py:NAME.")] = "",
+    host: Annotated[str, typer.Option(help="Beyond loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free port.")] = 0,
+    window_ms: Annotated[float, typer.Option(help="How long a batch waits for more queries.")] = 0.0,
+    max_batch: Annotated[int, typer.Option(help="Queries of one batch.")] = 256,
+    ready_file: Annotated[Path | None, typer.Option(help="Written with the URL once the service answers.")] = None,
+    token_file: TokenFile = None,
+    parent: Parent = 0,
+) -> None:
+    """Serve a corpus to be searched by many workers: POST /retrieve, /access; GET /health, /metrics."""
+    tie(parent)
+    from astraflow.launch.rundir import write_ready
+    from astraflow.observe.logs import setup_logging
+    from astraflow.retrieval.retriever import open_retriever, settings_of
+    from astraflow.retrieval.serving.service import run_retriever
+    from astraflow.wire.app import bind, check_bind
+
+    token = read_token(token_file)
+    setup_logging("retriever", secrets=(token,))
+    check_bind(host, token, "--host")
+    fields = {"id": id_key, "title": title_key, "text": text_key}
+    settings = settings_of({"corpus": corpus, "fields": fields, "vectors": vectors, "encoder": encoder}, "retriever")
+
+    def on_ready(url: str) -> None:
+        typer.echo(f"retriever answers at {url}; environments search there by url = \"{joining(url)}\"")
+        if ready_file is not None:
+            write_ready(ready_file, url)
+
+    with closing(bind(host, port, "--port")) as sock:  # a used port is told before the index is made
+        opened = open_retriever(settings, "retriever")
+        run_retriever(opened, sock, token=token, on_ready=on_ready, window_s=window_ms / 1e3, max_batch=max_batch)
+
+
 def read_token(token_file: Path | None) -> str | None:
     """The bearer token of the run, or None."""
     from astraflow.config.env import checked_token, token_from_env

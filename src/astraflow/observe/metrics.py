@@ -62,6 +62,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("astraflow_consumer_missed_total", "counter", "groups", "groups that it skipped", ("consumer", "policy")),
     Metric("astraflow_node_leases", "gauge", "episodes", "episodes that a node plays", ("node",)),
     Metric("astraflow_node_stat", "gauge", "as named", "what a node reports in its heartbeats", ("node", "name")),
+    Metric("astraflow_retriever_passages", "gauge", "passages", "passages of its corpus"),
+    Metric("astraflow_retriever_queries_total", "counter", "queries", "queries asked of a retriever"),
+    Metric("astraflow_retriever_empty_total", "counter", "queries", "queries that found nothing"),
+    Metric("astraflow_retriever_batches_total", "counter", "batches", "batches that they were answered in"),
+    Metric("astraflow_retriever_waiting", "gauge", "queries", "queries that wait for a batch"),
+    Metric("astraflow_retriever_reads_total", "counter", "passages", "passages asked for by id"),
+    Metric("astraflow_retriever_missing_total", "counter", "passages", "ids that there are not"),
+    Metric("astraflow_retriever_refused_total", "counter", "requests", "requests refused"),
 )
 """Every metric of AstraFlow. Documented in docs; a test compares."""
 
