@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from astraflow.config.recipes import description, recipe_names, recipe_path
+from astraflow.config.recipes import about, examples, examples_dir, recipe_names, recipe_path
 from astraflow.errors import LaunchError
 
 app = typer.Typer(help="List, show or copy the shipped run files.", invoke_without_command=True, rich_markup_mode=None)
@@ -21,11 +21,21 @@ def _default(ctx: typer.Context) -> None:
 
 @app.command("list")
 def names() -> None:
-    """Name and purpose of every shipped recipe."""
-    known = recipe_names()
-    width = max(map(len, known), default=0)
-    for name in known:
-        typer.echo(f"{name:<{width}}  {description(recipe_path(name))}")
+    """Every shipped recipe, and the examples of a checkout: how long it takes, what it is, what it needs."""
+    _table({name: recipe_path(name) for name in recipe_names()})
+    place = examples_dir()
+    if place is not None:
+        typer.echo(f"\nExamples, each to be run in its own folder below {place}:\n")
+        _table({str(path.relative_to(place)): path for path in examples()})
+    typer.echo("\nTimes are those of two cores without other work. Run one: astraflow run NAME")
+
+
+def _table(files: dict[str, Path]) -> None:
+    said = {name: about(path) for name, path in files.items()}
+    names, times = max(map(len, said)), max(len(one.takes) for one in said.values())
+    for name, one in said.items():
+        needs = f"; needs {one.needs}" if one.needs else ""
+        typer.echo(f"{name:<{names}}  {one.takes:<{times}}  {one.what}{needs}")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,7 +36,21 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     problems = _apply(raw, overrides)
     if problems:
         raise ConfigError(str(path), problems)
-    return check_run(raw, str(path), path.parent)
+    try:
+        return check_run(raw, str(path), path.parent)
+    except ConfigError as error:
+        if hint := _elsewhere(error.problems, path.parent):
+            raise ConfigError(str(path), [*error.problems, hint]) from error
+        raise
+
+
+def _elsewhere(problems: Sequence[str], folder: Path) -> str:
+    """Modules are searched where the command is run. Those that lie beside the run file instead, in one sentence."""
+    if folder.resolve() == Path.cwd():
+        return ""
+    missing = [name for problem in problems for name in re.findall(r"No module named '(\w+)'", problem)]
+    there = [f"{name}.py" for name in dict.fromkeys(missing) if (folder / f"{name}.py").is_file()]
+    return f"directory={Path.cwd()} is not where {' and '.join(there)} lies; first: cd {folder}" if there else ""
 
 
 def config_from_json(text: str | bytes, origin: str = "run file") -> RunConfig:

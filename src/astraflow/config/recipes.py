@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
 from astraflow.errors import LaunchError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_ON, _NEEDS = " on two cores", "needs "
 
 
 def recipes_dir() -> Path:
@@ -39,7 +41,34 @@ def recipe_path(name_or_path: str) -> Path:
     raise LaunchError("recipe", name_or_path, "is neither a file nor a shipped recipe", hint)
 
 
-def description(path: Path) -> str:
-    """What a recipe says of itself."""
-    run = tomllib.loads(path.read_text(encoding="utf-8")).get("run", {})
-    return str(run.get("description", ""))
+@dataclass(frozen=True)
+class About:
+    """What a run file says of itself: `description = "<what>; <time> on two cores; needs <what it needs>"`."""
+
+    what: str
+    takes: str = ""  # on two cores without other work
+    needs: str = ""  # beside `make setup`
+
+
+def about(path: Path) -> About:
+    """Of a run file; without a description its first comment says what it is."""
+    text = path.read_text(encoding="utf-8")
+    said = str(tomllib.loads(text).get("run", {}).get("description", ""))
+    parts = [part.strip() for part in said.split(";")]
+    takes = next((part.removesuffix(_ON) for part in parts if part.endswith(_ON)), "")
+    needs = next((part.removeprefix(_NEEDS) for part in parts if part.startswith(_NEEDS)), "")
+    rest = [part for part in parts if part and not part.endswith(_ON) and not part.startswith(_NEEDS)]
+    comment = text.partition("\n")[0].removeprefix("#").strip() if text.startswith("#") else ""
+    return About("; ".join(rest) or comment, takes, needs)
+
+
+def examples_dir() -> Path | None:
+    """The examples of a checkout; an installed package has none."""
+    found = recipes_dir().with_name("examples")
+    return found if found.is_dir() else None
+
+
+def examples() -> list[Path]:
+    """Run files of the examples, in order. Each is run from its own folder, where its modules are."""
+    place = examples_dir()
+    return sorted(place.rglob("*.toml")) if place is not None else []

@@ -49,11 +49,11 @@ def test_larger_models_cost_more_of_everything() -> None:
 
 def test_a_table_says_what_it_lacks_and_what_ran_beside() -> None:
     row = {
-        "part": "latency", "groups": 1, "s_per_step": 1.0, "simulated": 1.0, "simulated_staleness_4": 1.0, "load": 9.0,
+        "part": "latency", "groups": 1, "s_per_step": 1.0, "simulated": 1.0, "simulated_staleness_4": 1.0, "load": 12.0,
     }  # fmt: skip
     some = [row | {"rtt_ms": rtt_ms} for rtt_ms in latency.RTTS_MS]
     assert (
-        "(Seen beside other work: load 9 on two cores. Yet to be measured, groups: 4, 16, 64.)"
+        "(Seen beside other work: load 12 on two cores. Yet to be measured, groups: 4, 16, 64.)"
         in tables(some)["latency"]
     )
     every = [row | {"groups": groups, "load": 1.5} for row in some for groups in latency.GROUPS]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -16,7 +17,7 @@ from astraflow.cli.run import join_pairs, open_run
 from astraflow.cli.services import _engines, joining, read_token
 from astraflow.config.env import token_from_env
 from astraflow.config.load import resolved_json
-from astraflow.config.recipes import recipe_names
+from astraflow.config.recipes import about, examples, examples_dir, recipe_names, recipe_path
 from astraflow.errors import ConfigError, LaunchError, Problem
 from astraflow.launch.claim import claim
 from astraflow.launch.rundir import write_ready
@@ -203,7 +204,38 @@ def test_every_recipe_is_valid_and_says_what_it_is(name: str, capsys: pytest.Cap
     assert open_run(name, []).run.name == name
     assert main(["recipes"]) == 0
     (line,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith(f"{name} ")]
-    assert len(line) > len(name) + 20
+    said = about(recipe_path(name))
+    assert said.takes and said.takes in line and len(said.what) > 20 and said.what in line
+    assert f"needs {said.needs}" in line if said.needs else "; needs" not in line
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_says_what_it_needs_beside_the_usual(name: str) -> None:
+    text, needs = recipe_path(name).read_text(), about(recipe_path(name)).needs
+    assert ("smollm2" in needs) == ('model = "smollm2' in text)
+    assert ("sandbox" in needs) == bool(re.search(r'reward = "?.*\bcode\b|"coder_tester"', text))
+
+
+def test_examples_are_listed_with_where_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    out = capsys.readouterr().out
+    assert "teams/verifier.toml" in out and str(examples_dir()) in out
+    assert all(about(path).what for path in examples())
+
+
+def test_modules_that_lie_beside_the_run_file_are_found_by_a_hint(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    text = recipe_path("quickstart").read_text().replace('"calculator"', '"own_tasks_of_a_test:Tasks"')
+    (tmp_path / "mine" / "run.toml").write_text(text)
+    (tmp_path / "mine" / "own_tasks_of_a_test.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert "is not where own_tasks_of_a_test.py lies; first: cd mine" in failing(
+        ["validate", "mine/run.toml"], capsys, 2
+    )
+    monkeypatch.chdir(tmp_path / "mine")
+    assert "first: cd" not in failing(["validate", "run.toml"], capsys, 2)
 
 
 def test_recipes_are_shown_and_copied(
