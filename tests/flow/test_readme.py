@@ -21,8 +21,8 @@ SMALL = [
     "--policies.actor.operators=['keep_all']",
     "--policies.actor.warm_start.steps=3",
     "--policies.actor.warm_start.batch=8",
+    "--evaluation.num_tasks=4",
 ]
-ROUNDS = ["--evaluation.num_tasks=4"]
 
 
 def blocks(language: str) -> list[str]:
@@ -35,7 +35,7 @@ def shortened(script: str, port: int) -> str:
     for line in script.splitlines():
         verb = line.split()[:2]
         if verb in (["astraflow", "run"], ["astraflow", "dataflow"]):
-            words = [*SMALL, *(ROUNDS if "agent" not in line else [])]
+            words = SMALL
             body, background = (line[:-1], "&") if line.endswith("&") else (line, "")
             line = f"{body} {' '.join(map(quoted, words))} {background}"
         if line.endswith("&"):
@@ -102,5 +102,5 @@ def test_every_command_of_the_readme_works(place: Path) -> None:
             assert "astraflow run quickstart" in done.stdout
         if by_hand:
             assert (place / "runs" / "by-hand" / "checkpoints" / "actor" / "step-000002" / "config.json").exists()
-    assert (place / "runs" / "my-agent" / "report" / "summary.md").exists()
+    assert (place / "my-agent" / "runs" / "my-agent" / "report" / "summary.md").exists()
     assert (place / "runs" / "second" / "report" / "summary.json").exists()
