@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from astraflow.contracts import Environment
 from astraflow.errors import Problem
@@ -41,12 +41,12 @@ class Search(Environment):
     """
 
     runs = "service"
-    tools: ClassVar[list[dict[str, Any]]] = TOOLS
 
     def __init__(
         self, *, index: Mapping[str, Any] | None = None, url: str = "", key_env: str = "ASTRAFLOW_TOKEN", topk: int = 3,
         prompt: str = PROMPT, hit: str = "[{id}] {title}: {text}", passage_chars: int = 0, max_searches: int = 0,
         score: Literal["exact_match", "f1"] = "exact_match", for_search: float = 0.0, for_support: float = 0.0,
+        can_read: bool = True,
     ) -> None:  # fmt: skip
         """`index`: `astraflow.retrieval.retriever.Settings`, or `url` of a service with its token in the variable
         `key_env`. `hit`: how a found passage is told, its text cut to `passage_chars`. 0: no such limit.
@@ -64,6 +64,7 @@ class Search(Environment):
             raise Problem("environment.score", score, "is not known", "use 'exact_match' or 'f1'")
         for name, template, known in (("prompt", prompt, None), ("hit", hit, {"id": "", "title": "", "text": ""})):
             _check_template(f"environment.{name}", template, known)
+        self._tools = TOOLS if can_read else TOOLS[:1]
         self._library = library(index or {}, url, key_env, "environment")
         self._topk, self._prompt, self._hit = topk, prompt, hit
         self._passage_chars, self._max_searches, self._score = passage_chars, max_searches, score
@@ -76,6 +77,10 @@ class Search(Environment):
             ("success", "f1", "support_found", "searches", "duplicate_searches", "empty_searches", "reads"), 0.0
         )
 
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return self._tools
+
     def reset(self, task: Task) -> str:
         self._accepted = accepted_of(task.fields, "answers")
         self._support = frozenset(task.get("support") or ())
@@ -84,9 +89,10 @@ class Search(Environment):
     async def step(self, action: Action) -> Step:
         if action.tool is None:
             return self._answered(action.text)
-        argument = {"search": "query", "read": "id"}.get(action.tool)
-        if argument is None:
-            return self._told(f"There is no tool {action.tool}; use search or read.")
+        names = [tool["function"]["name"] for tool in self._tools]
+        if action.tool not in names:
+            return self._told(f"There is no tool {action.tool}; use {' or '.join(names)}.")
+        argument = "query" if action.tool == "search" else "id"
         value = action.arguments.get(argument)
         if not isinstance(value, str):
             return self._told(f"{action.tool} needs {argument}, a text.")

@@ -145,6 +145,13 @@ def test_the_tools_are_functions_of_one_text():
     assert [tool["function"]["name"] for tool in TOOLS] == ["search", "read"]
 
 
+async def test_reading_may_be_left_out(index):
+    world = Search(index=index, can_read=False)
+    assert [tool["function"]["name"] for tool in world.tools] == ["search"]
+    _, _, told = await play(world, TASK, read("a"))
+    assert told[1] == "There is no tool read; use search."
+
+
 # The whole of wiki2hop, as three policies that need no model. Run below in processes of their own too.
 
 
