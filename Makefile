@@ -5,12 +5,13 @@ VENV ?= .venv
 PEERS ?= .venv-peers
 PEERS_TQ ?= .venv-peers-tq
 VLLM ?= .venv-vllm
+VERIFIERS ?= .venv-verifiers
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 
-.PHONY: help setup sandbox quickstart two-nodes smollm2 mixed-pool test test-vllm test-sglang gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-sandbox bench-retrieval bench-graders bench-regions bench-scaling bench-multi-policy bench-collaboration bench-peers bench-peers-tq bench-check two-hosts clean
+.PHONY: help setup sandbox quickstart two-nodes smollm2 mixed-pool test test-vllm test-sglang test-verifiers gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-sandbox bench-retrieval bench-graders bench-regions bench-scaling bench-multi-policy bench-collaboration bench-peers bench-peers-tq bench-check two-hosts clean
 
 help:  ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -81,7 +82,7 @@ sandbox:
 	fi
 
 test: $(VENV)/.dev sandbox lint types  ## everything that CI checks: lint, types, all tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not gpu and not vllm and not sglang" $(TESTS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not gpu and not vllm and not sglang and not verifiers" $(TESTS) $(ARGS)
 
 # vLLM pins other versions than we do, and its CPU build cannot be imported beside the packages that are removed.
 $(VLLM)/.ready: $(VENV)/.python Makefile
@@ -98,6 +99,15 @@ test-vllm: $(VENV)/.dev $(VLLM)/.ready  ## a real vLLM: served, trained, updated
 
 test-sglang: $(VENV)/.dev  ## a real SGLang beside a GPU: served, updated in flight, killed (SGLANG=/path/to/its/python)
 	@OMP_NUM_THREADS=1 ASTRAFLOW_TEST_SGLANG="$(SGLANG)" $(BIN)/python -m pytest -rs -m sglang tests/sglang $(ARGS)
+
+$(VERIFIERS)/.ready: $(VENV)/.python Makefile
+	@echo "environment $(VERIFIERS) with verifiers, 570 MB (once)"
+	@$(BIN)/python -m venv "$(VERIFIERS)"
+	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check --quiet install verifiers==0.4.0
+	@touch $@
+
+test-verifiers: $(VENV)/.dev $(VERIFIERS)/.ready  ## a taskset of verifiers v1, unchanged, drives a run
+	@OMP_NUM_THREADS=1 ASTRAFLOW_TEST_VERIFIERS="$(abspath $(VERIFIERS))/bin/python" $(BIN)/python -m pytest -m verifiers tests/verifiers $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff (lint and format) and the layers
 	@$(BIN)/ruff check .

@@ -35,6 +35,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "mbpp": "astraflow.sources.code.mbpp:MbppSource",
         "programs": "astraflow.sources.code.programs:ProgramsSource",
         "snippets": "astraflow.sources.code.snippets:SnippetsSource",
+        "reasoning_gym": "astraflow.sources.gym.source:ReasoningGymSource",
         "svamp": "astraflow.sources.svamp:SvampSource",
         "wiki2hop": "astraflow.sources.wiki2hop:Wiki2HopSource",
     },
@@ -50,6 +51,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "self_play": "astraflow.workflows.teams.self_play:SelfPlay",
         "recursive": "astraflow.workflows.teams.recursive:Recursive",
         "coder_tester": "astraflow.workflows.teams.coder_tester:CoderTester",
+        "verifiers": "astraflow.workflows.foreign.verifiers:Verifiers",
         "swarm": "astraflow.workflows.elsewhere:Elsewhere",
     },
     "environments": {
@@ -71,6 +73,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "function": "astraflow.rewards.function:Function",
         "judge": "astraflow.rewards.judge:Judge",
         "math": "astraflow.rewards.math.grader:Math",
+        "reasoning_gym": "astraflow.rewards.gym:ReasoningGym",
     },
     "encoders": {},
     "operators": {
