@@ -8,6 +8,7 @@ import platform
 import shutil
 import socket
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -16,11 +17,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from astraflow.config.env import cache_dir
 from astraflow.config.load import torch_components
 from astraflow.config.rooms import ROOMS, build, check_options, resolve
 from astraflow.config.schema import RunConfig
 from astraflow.config.stages import REFERENCE_STAGE
+from astraflow.contracts import Source
 from astraflow.dataflow.machine.plan import plan_of
 from astraflow.dataflow.operators.chain import chain_of
 from astraflow.dataflow.operators.source.chain import source_chain_of
@@ -227,10 +231,8 @@ def check_play(config: RunConfig) -> dict[str, int]:
     rows, first, sources = {}, {}, {}
     for name, spec in config.sources.items():
         source = build("sources", spec.type, spec.options, f"sources.{name}")
-        sources[name], rows[name] = source, len(source)
-        if not rows[name]:
-            raise SourceError(f"sources.{name}", spec.type, "has no rows", "give a file or range that holds some")
-        first[name] = source.row(0)
+        sources[name] = source
+        rows[name], first[name] = _first_of(f"sources.{name}", spec.type, source)
     played = set(config.train_sources) | ({config.evaluation.source} if config.evaluation is not None else set())
     if isinstance(workflow, ByRoles):
         for name in sorted(played):
@@ -245,6 +247,27 @@ def check_play(config: RunConfig) -> dict[str, int]:
             name = section.warm_start.source
             _check_keys(name, first[name], ("messages",), f"policies.{policy}.warm_start learns from it")
     return rows
+
+
+def _first_of(where: str, type_name: str, source: Source) -> tuple[int, dict[str, Any]]:
+    """Number of rows and row 0 of what may be a class of the user's."""
+    fix = "a source has __len__, row(index) and fingerprint(), see docs/own-agent.md"
+    try:
+        count = len(source)
+        if not count:
+            raise SourceError(where, type_name, "has no rows", "give a file or range that holds some")
+        row = source.row(0)
+        same = msgspec.json.encode(row) == msgspec.json.encode(source.row(0)) and isinstance(row, dict)
+        if not (same and isinstance(source.fingerprint(), str)):
+            rule = "must give a dict for a row, each time the same, and a text for a fingerprint"
+            raise SourceError(where, type_name, rule, "make chance by the index: random.Random(index)")
+    except AstraFlowError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        at = "" if place.filename == __file__ else f" ({Path(place.filename).name}:{place.lineno})"
+        raise SourceError(where, type_name, f"failed: {type(error).__name__}: {error}{at}", fix) from error
+    return count, row
 
 
 def _check_keys(source: str, row: dict[str, Any], keys: Sequence[str], why: str) -> None:

@@ -8,6 +8,7 @@ supervised and sampled sequences of one conversation have equal ids.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,17 @@ from typing import Any
 import jinja2
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.models import BPE, WordLevel, WordPiece
 
 from astraflow.errors import ModelError
 from astraflow.models.template import compile_template, normalised
 from astraflow.types import Message
 
+log = logging.getLogger("astraflow.models")
+
 
 class ChatTokenizer:
-    """The tokenizer and chat template of a Hugging Face directory. Thread-safe: nothing changes after construction.
+    """The tokenizer and chat template of a Hugging Face directory. Thread-safe.
 
     Attributes: response_template: how replies are to be read, if the tokenizer's files say so (transformers'
     `ResponseParser`); eos_ids: every id that ends a turn (may be empty); pad_id: falls back to the first EOS, then to
@@ -43,6 +47,10 @@ class ChatTokenizer:
         self.response_template: dict[str, Any] | None = config.get("response_template")
         self.eos_ids = eos_ids(self.directory, self._tokenizer)
         self.pad_id = self._pad_id()
+        model = self._tokenizer.model
+        self._unknown = model.unk_token if isinstance(model, BPE | WordLevel | WordPiece) else None
+        self._unknown_id = self._tokenizer.token_to_id(self._unknown) if self._unknown else None
+        self._tells_unknown = self._unknown_id is not None
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def render(
@@ -66,8 +74,18 @@ class ChatTokenizer:
             ) from error
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; special tokens written in it are recognised, none is added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Ids of `text`; special tokens written in it are recognised, none is added. What the vocabulary lacks is said
+        once."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = found.ids
+        if self._tells_unknown and self._unknown_id in ids:
+            self._tells_unknown = False
+            spans = [text[a:b] for i, (a, b) in zip(ids, found.offsets, strict=True) if i == self._unknown_id]
+            log.warning(
+                "%s knows no %s: they become %s, and a model cannot tell them apart; write texts without them",
+                self.directory.name, ", ".join(map(repr, dict.fromkeys(spans))), self._unknown,
+            )  # fmt: skip
+        return ids
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; special tokens are left out unless asked for."""

@@ -72,6 +72,53 @@ def test_a_workflow_that_cannot_be_built() -> None:
         check_play(config(workflow={"type": "no_such_module:solve"}))
 
 
+OWN_SOURCES = """
+import random
+
+class Whole:
+    def __len__(self): return 3
+    def row(self, index): return {"question": "1?", "answer": str(index)}
+    def fingerprint(self): return "whole"
+
+class Nameless:
+    def __len__(self): return 3
+    def row(self, index): return {"question": "1?"}
+
+class Chance(Whole):
+    def row(self, index): return {"question": random.random()}
+
+class Listed(Whole):
+    def row(self, index): return ["1?"]
+
+class Broken(Whole):
+    def row(self, index): return {"question": {}["x"]}
+
+class Numbers(Whole):
+    def fingerprint(self): return 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Nameless", r"failed: AttributeError: .*fingerprint.* row\(index\) and fingerprint\(\)"),
+        ("Chance", "each time the same"),
+        ("Listed", "must give a dict for a row"),
+        ("Broken", r"failed: KeyError: 'x' \(own_sources_\w+\.py:20\)"),
+        ("Numbers", "a text for a fingerprint"),
+    ],
+)
+def test_a_source_of_the_users_that_is_none_is_said_with_the_place(name: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / f"own_sources_{name}.py"
+    file.write_text(OWN_SOURCES)
+    sources = {"train": {"type": f"{file}:{name}"}}
+    workflow = {"type": "single_turn", "reward": "exact", "group_size": 2}
+    with pytest.raises(SourceError, match=rf"sources\.train=.*{said}"):
+        check_play(config(sources=sources, workflow=workflow))
+    good = {"train": {"type": f"{file}:Whole"}}
+    assert check_play(config(sources=good, workflow=workflow))["train"] == 3
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"nowhere\.jsonl"):
         check_play(config(sources={"train": {"type": "jsonl", "path": str(tmp_path / "nowhere.jsonl")}}))

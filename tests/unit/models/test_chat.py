@@ -78,6 +78,18 @@ def test_tool_arguments_may_be_text_or_objects(tiny: ChatTokenizer) -> None:
         assert tiny.render([{"role": "assistant", "tool_calls": [other]}], None, False) == f"<bos>{written}<eos>"
 
 
+def test_characters_that_a_model_does_not_know_are_said_once(
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = ChatTokenizer(model_directory("tiny-char", tmp_path_factory.mktemp("models"), 0))
+    chat.encode("3*4?")
+    assert not caplog.records
+    chat.encode("Take 3!")
+    chat.encode("Again")
+    (said,) = caplog.messages
+    assert "knows no 'T', '!': they become <pad>" in said
+
+
 def test_normalising_leaves_the_callers_messages_alone() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     before = json.dumps(message)
