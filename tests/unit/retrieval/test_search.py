@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 
 from astraflow.config import rooms
 from astraflow.errors import Problem, SourceError
+from astraflow.retrieval import store
 from astraflow.retrieval.ranking import MAX_WORDS, ByVectors, clean
 from astraflow.retrieval.retriever import Settings, open_retriever, settings_of
 from astraflow.retrieval.store import open_index
@@ -120,6 +124,28 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(Problem, match=r"cannot be written .*ASTRAFLOW_CACHE"):
         open_index(write_corpus(tmp_path / "c.jsonl"), settings_of({}, "x").fields, tmp_path / "cache")
+
+
+def test_who_comes_while_an_index_is_made_waits_for_it(tmp_path, monkeypatch):
+    path, fields = write_corpus(tmp_path / "c.jsonl"), settings_of({}, "x").fields
+    at_the_lock = threading.Semaphore(0)
+    writes, flock, write = [], fcntl.flock, store._write
+
+    def told(file, kind):
+        at_the_lock.release()
+        flock(file, kind)
+
+    def slow(directory, path, fields):
+        writes.append(directory)
+        for _ in range(2):  # both threads are there
+            assert at_the_lock.acquire(timeout=10)
+        return write(directory, path, fields)
+
+    monkeypatch.setattr(store.fcntl, "flock", told)
+    monkeypatch.setattr(store, "_write", slow)
+    with ThreadPoolExecutor(2) as pool:
+        opened = list(pool.map(lambda _: open_index(path, fields, tmp_path / "cache"), range(2)))
+    assert len(writes) == 1 and opened[0].directory == opened[1].directory
 
 
 SEVERAL = """

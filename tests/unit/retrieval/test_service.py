@@ -167,6 +167,14 @@ def test_a_service_that_never_answers_is_given_up(small):
         let_go.set()
 
 
+def test_too_many_at_once_are_told_to_come_again(small, monkeypatch):
+    monkeypatch.setattr("astraflow.retrieval.serving.service.MAX_WAITING", 2)
+    with serving(small) as url:
+        status, answer = post(f"{url}/retrieve", {"queries": ["a", "b", "c"]})
+        assert status == 503 and "ask again later" in answer["error"]
+        assert post(f"{url}/retrieve", {"queries": ["a", "b"]})[0] == 200
+
+
 async def test_questions_that_come_meanwhile_are_one_batch():
     batches: list[list[int]] = []
     go = threading.Event()
