@@ -27,8 +27,8 @@ def open_run(recipe: str, overrides: list[str]) -> RunConfig:
     from astraflow.config.load import config_from_json, load_run
     from astraflow.config.recipes import recipe_path
 
-    for word in overrides:  # every setting has a section
-        if word.startswith("-") and "." not in word.partition("=")[0]:
+    for word in overrides:  # every setting has a section, and a section can only be taken out
+        if word.startswith("-") and "." not in word.partition("=")[0] and not word.endswith("=none"):
             raise ConfigError(
                 recipe, [f"option={word!r} is neither an option of this command nor --section.key=value; see --help"]
             )

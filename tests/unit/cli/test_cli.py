@@ -197,6 +197,11 @@ def test_a_missing_model_is_named_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_whole_section_is_taken_out_by_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert open_run("quickstart", ["--evaluation=none"]).evaluation is None
+    assert "did you mean 'evaluation'?" in failing(["validate", "quickstart", "--evalution=none"], capsys, 2)
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_is_valid_and_says_what_it_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", name]) == 0
