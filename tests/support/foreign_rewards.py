@@ -39,3 +39,9 @@ def verifiers_exact(completion, answer, state):
 
 def two_of_them(completions, **kwargs):
     return [0.0, 1.0]
+
+
+def trl_digits(completions, **kwargs):
+    """How much of each completion is digits."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in texts]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from astraflow.config.env import child_environment
+from astraflow.testing.runs import LaunchedRun
 
-pytestmark = pytest.mark.verifiers
+pytestmark = [pytest.mark.verifiers, pytest.mark.timeout(420)]
 HERE = Path(__file__).parent
 
 
@@ -24,25 +21,25 @@ def python() -> str:
     return found
 
 
-def astraflow(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "astraflow", *words]
-    return subprocess.run(
-        command, cwd=HERE, env=child_environment(None), capture_output=True, text=True, timeout=400, check=False
-    )  # fmt: skip
+def started(place: Path, python: str, *words: str) -> LaunchedRun:
+    here = {"PYTHONPATH": str(HERE)}
+    return LaunchedRun.start(place, str(HERE / "sums.toml"), f"--workflow.python={python}", *words, environment=here)
 
 
-@pytest.mark.timeout(420)
 def test_a_taskset_drives_a_run(python: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    done = astraflow("run", "sums.toml", f"--workflow.python={python}", f"--run.directory={run}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((run / "report" / "summary.json").read_text())
-    assert summary["steps"] == 2 and summary["accounting"]["trained"] >= 4, summary
-    assert summary["accounting"]["dropped"].get("errors", 0) == 0, summary
+    run = started(tmp_path, python)
+    try:
+        assert run.wait(400) == 0, run.words()
+    finally:
+        run.end()
+    summary = run.summary()
+    assert summary["accounting"]["trained"] == 4 and not summary["errors"], summary
 
 
-def test_an_unknown_taskset_is_an_error_that_names_it(python: str, tmp_path: Path) -> None:
-    done = astraflow(
-        "try", "tiny-char", "--recipe", "sums.toml", f"--workflow.python={python}", "--workflow.taskset=no_such_tasks"
-    )  # fmt: skip
-    assert "no_such_tasks" in done.stdout + done.stderr
+def test_an_unknown_taskset_is_named(python: str, tmp_path: Path) -> None:
+    run = started(tmp_path, python, "--workflow.taskset=no_such_tasks", "--workflow.max_attempts=1")
+    try:
+        assert run.wait(200) != 0
+    finally:
+        run.end()
+    assert "env_error" in run.words() and "no_such_tasks" in run.words()
