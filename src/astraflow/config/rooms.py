@@ -28,6 +28,7 @@ ROOMS: Mapping[str, Mapping[str, str]] = {
         "calculator": "astraflow.sources.calculator:CalculatorSource",
         "sums": "astraflow.sources.sums:SumsSource",
         "seeds": "astraflow.sources.seeds:SeedsSource",
+        "played": "astraflow.sources.played:PlayedSource",
         "jsonl": "astraflow.sources.files:JsonlSource",
         "dataset": "astraflow.sources.tables.dataset:DatasetSource",
         "gsm8k": "astraflow.sources.gsm8k:Gsm8kSource",

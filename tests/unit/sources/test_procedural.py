@@ -5,11 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from astraflow.contracts import Environment
 from astraflow.environments import calculator as environment
 from astraflow.errors import SourceError
 from astraflow.sources.calculator import TOOLS, CalculatorSource
+from astraflow.sources.played import PlayedSource
 from astraflow.sources.seeds import SeedsSource
 from astraflow.sources.sums import SumsSource
+from astraflow.types import Step
 
 
 def rows(source):
@@ -122,3 +125,37 @@ def test_seeds_are_numbers_with_what_every_task_has() -> None:
         SeedsSource(size=0)
     with pytest.raises(SourceError, match="first=-1 must be >= 0"):
         SeedsSource(first=-1)
+
+
+class Doors(Environment):
+    """Two doors; behind `b` it ends."""
+
+    def reset(self, task):
+        return "a or b?"
+
+    def step(self, action):
+        return Step("a again", done=action.text == "b")
+
+
+def test_played_episodes_end_where_the_environment_does_and_never_change():
+    source = PlayedSource(environment=f"{__name__}:Doors", actions={"a": 0.8, "b": 0.2}, size=20, longest=4)
+    talks = [[m["content"] for m in source.row(i)["messages"]] for i in range(len(source))]
+    assert talks == [[m["content"] for m in source.row(i)["messages"]] for i in range(len(source))]
+    assert all(talk[0] == "a or b?" and set(talk[2::2]) <= {"a again"} for talk in talks)
+    assert all(talk[-1] == "b" or len(talk) == 8 for talk in talks) and not any("b" in talk[:-1] for talk in talks)
+    assert {talk[-1] for talk in talks} == {"a", "b"}
+    other = PlayedSource(environment=f"{__name__}:Doors", actions={"a": 0.8, "b": 0.2}, size=20, longest=4, seed=1)
+    assert source.fingerprint() != other.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"actions": {}}, "must be words with weights"),
+        ({"actions": {"a": 1.0}, "longest": 0}, "longest=0 must be >= 1"),
+        ({"actions": {"a": 1.0}, "environment": "world_samples:Waits"}, "waits for somebody else"),
+    ],
+)
+def test_episodes_that_cannot_be_played_are_refused(options, words):
+    with pytest.raises(SourceError, match=words):
+        PlayedSource(**{"environment": f"{__name__}:Doors", **options})
