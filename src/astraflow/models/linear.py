@@ -26,24 +26,35 @@ _CHUNK = 512  # rows of one partial weight gradient: their transposes stay in th
 
 
 @cache
-def prefers_onednn() -> bool:
-    """This CPU has AVX-512 and is not of the vendor that MKL is made for, and torch has the operator."""
-    try:
-        vendor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
+def has_onednn() -> bool:
+    """This CPU has AVX-512, and torch the operators."""
     return (
-        "AuthenticAMD" in vendor
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        torch.backends.cpu.get_cpu_capability() == "AVX512"
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and "mkldnn::_linear_pointwise" in {str(schema.name) for schema in torch._C._jit_get_all_schemas()}
     )
 
 
+@cache
+def has_bfloat16() -> bool:
+    """oneDNN multiplies numbers of bfloat16 fast here, where torch's own kernels are many times slower."""
+    return has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@cache
+def prefers_onednn() -> bool:
+    """In float32 too: this CPU is not of the vendor that MKL is made for."""
+    try:
+        vendor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return "AuthenticAMD" in vendor and has_onednn()
+
+
 def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`rows @ weight.T`, without gradient. rows [N, K], weight [M, K]; fast when both are float32 on the CPU."""
     count = rows.shape[0]
-    if not _pays(count, weight) or not _is_fast(rows, weight):
+    if not pays(count, weight) or not _is_fast(rows, weight):
         return linear(rows, weight)
     extra = 0 if count <= _STEP else -count % (_STEP if count < _FEW_ROWS else ROWS)
     whole = pad(rows, (0, 0, 0, extra)) if extra else rows
@@ -68,7 +79,7 @@ class FastLinear(nn.Linear):
         if (
             torch.is_autocast_enabled("cpu")
             or not _is_fast(input, weight)
-            or not _pays(input.numel() // weight.shape[1], weight)
+            or not pays(input.numel() // weight.shape[1], weight)
         ):
             return linear(input, weight, self.bias)
         rows = input.reshape(-1, weight.shape[1])
@@ -110,7 +121,8 @@ def weight_gradient(upstream: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _pays(count: int, weight: torch.Tensor) -> bool:
+def pays(count: int, weight: torch.Tensor) -> bool:
+    """Whether a float32 product of so many rows is large enough for oneDNN."""
     return count * weight.numel() >= _SMALL
 
 

@@ -147,6 +147,7 @@ class Decoder:
 
     def renew(self, version: int, policy: int = 0) -> None:
         """The policy has other weights now; what its rows had read is read again under them, or kept."""
+        self._passes.renew()
         self._shelf.drop((policy, self.versions[policy]))
         self.versions[policy] = version
         records = self._rows.records

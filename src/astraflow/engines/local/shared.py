@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from astraflow.engines.local.compute.mixed import Mix, MixedLinear, mixed
+from astraflow.engines.local.compute.packed import held_tensors
 from astraflow.engines.local.weights import Base
 from astraflow.errors import ModelError
 from astraflow.models.load import checksum_of, dtype_name, state_tensors
@@ -61,8 +62,9 @@ class Stacks:
         return EffectiveWeights(version, dtype_name(self._model.dtype), checksum_of(self._merged(policy)))
 
     def _merged(self, policy: int) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in sorted(self._own):
-            layer, weight = self._linears.get(name), self._own[name]
+        held = held_tensors(self._model)
+        for name in sorted(held):
+            layer, weight = self._linears.get(name), held[name]
             found = self._live(policy, name, layer) if isinstance(layer, MixedLinear) else None
             yield name, weight if found is None else merge_pair(weight, *found)
 

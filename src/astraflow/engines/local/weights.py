@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from astraflow.engines.local.compute.packed import held_tensors
 from astraflow.errors import ModelError
-from astraflow.models.load import content_checksum, dtype_name, effective_checksum, load_tensors, state_tensors
+from astraflow.models.load import content_checksum, dtype_name, effective_checksum, load_tensors
 from astraflow.models.lora.merge import load_adapter
 from astraflow.types import Adapter, EffectiveWeights
 
@@ -56,4 +57,4 @@ class LiveWeights:
 
     def effective(self, version: int) -> EffectiveWeights:
         """What the model computes with, as `version`."""
-        return EffectiveWeights(version, dtype_name(self._model.dtype), effective_checksum(state_tensors(self._model)))
+        return EffectiveWeights(version, dtype_name(self._model.dtype), effective_checksum(held_tensors(self._model)))

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from astraflow.models.linear import FastLinear, product
+from astraflow.engines.local.compute.packed import PackedLinear
+from astraflow.models.linear import product
 
 
 class Mix:
@@ -43,7 +44,7 @@ class Mix:
         return self._own_wanted if layer is self._head else self._own
 
 
-class MixedLinear(FastLinear):
+class MixedLinear(PackedLinear):
     """x W' + (x A') B' with each row's own A and B. Made out of a linear layer by `mixed`."""
 
     low: torch.Tensor  # [columns, in]: A of all policies

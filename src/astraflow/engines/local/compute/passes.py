@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from astraflow.engines.local.caches.slots import SlotCache
 from astraflow.engines.local.compute.attention import IMPLEMENTATION, SlotLayout
 from astraflow.engines.local.compute.mixed import Mix
+from astraflow.engines.local.compute.packed import pack
 from astraflow.errors import ModelError
 from astraflow.models.linear import ROWS
 
@@ -17,12 +18,18 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Passes:
-    """Of one model, whose attention is another from here on."""
+    """Of one model, whose attention and linear layers are others from here on."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.device = model, model.device
         self.mix: Mix | None = None  # of a model that several policies share; then a pass is told whose its tokens are
         model.set_attn_implementation(IMPLEMENTATION)
+        pack(model)
+
+    def renew(self) -> None:
+        """The weights of the model, or an adapter on a base that is shared, changed."""
+        if self.mix is None:
+            pack(self.model)
 
     def read(
         self, cache: SlotCache, ids: np.ndarray, layout: SlotLayout, wanted: np.ndarray,
