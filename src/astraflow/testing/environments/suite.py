@@ -58,6 +58,23 @@ def check_environment(
         worlds.close()
 
 
+def reward_of_chance(
+    environment: str | Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], actions: Sequence[str] = (), *,
+    max_turns: int = 64,
+) -> float:  # fmt: skip
+    """Mean reward of the random policy, to be written down: what a policy that learnt nothing earns."""
+    rows = [Task("check", row, 0, dict(fields)) for row, fields in enumerate(tasks)]
+    worlds = Worlds(environment)
+
+    async def played() -> list[Played]:
+        return [await play(worlds, task, partial(at_random, actions), max_turns) for task in rows]
+
+    try:
+        return _mean(asyncio.run(played()))
+    finally:
+        worlds.close()
+
+
 async def _check(
     worlds: Worlds, spec: str | Mapping[str, Any], rows: Sequence[Task], oracle: Policy | None, actions: Sequence[str],
     best: float, null: float | None, max_turns: int, sides: int,

@@ -12,7 +12,7 @@ pytest.importorskip("textarena", reason="pip install 'astraflow[textarena]'")
 
 from astraflow.environments.adapters.textarena import TextArena, nltk, random_move
 from astraflow.errors import Problem
-from astraflow.testing.environments.suite import check_environment
+from astraflow.testing.environments.suite import check_environment, reward_of_chance
 from astraflow.types import Action, Step, Task
 
 SEEDS = [{"seed": seed} for seed in range(4)]
@@ -53,6 +53,12 @@ def test_nim_against_a_random_opponent() -> None:
     spec = {"type": "textarena", "id": "Nim-v0", "players": 2, "opponent": "random"}
     report = check_environment(spec, SEEDS, oracle=nim_player, actions=["[0 1]", "[1 1]", "[2 1]"], null=-1.0)
     assert report.oracle == 1.0 and report.random < 1.0
+
+
+def test_what_chance_earns_at_nim_is_recorded() -> None:
+    spec = {"type": "textarena", "id": "Nim-v0", "players": 2, "opponent": "random"}
+    seeds = [{"seed": seed} for seed in range(100)]
+    assert reward_of_chance(spec, seeds, ["[0 1]", "[1 1]", "[2 1]"]) == pytest.approx(-0.66)
 
 
 @pytest.mark.parametrize(
