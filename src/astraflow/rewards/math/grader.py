@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections import OrderedDict
 from collections.abc import Awaitable
-from concurrent.futures import Future
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Literal
 
+from astraflow.answers import last_boxed
 from astraflow.errors import Problem
 from astraflow.processes.pool import ProcessPool
 from astraflow.processes.records import CallFailed, Settings
-from astraflow.answers import last_boxed
+from astraflow.rewards.asking import Asking
 from astraflow.rewards.math.forms import same
 from astraflow.rewards.numbers import final_number
 from astraflow.types import Outcome, Task
 
-NUM_KEPT = 50_000  # verdicts of algebra, so that equal answers of siblings are verified once
 MAX_GOLD_CHARS = 4000
 _MEMORY_BYTES = 2 << 30
 _RECYCLE_AFTER = 20_000  # sympy keeps what it met
@@ -56,8 +52,7 @@ class Math:
             )  # fmt: skip
         self._field, self._boxed_only, self._max_chars = field, extract == "boxed", max_chars
         self.pool = _shared(processes, deadline_s) if verify else None
-        self._keeping = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str], Future[str]] = OrderedDict()
+        self._asking = Asking(self.pool, "verify") if self.pool is not None else None
 
     def __call__(self, completion: str, task: Task) -> Outcome | Awaitable[Outcome] | None:
         gold = task.get(self._field)
@@ -80,41 +75,18 @@ class Math:
         if len(gold) > MAX_GOLD_CHARS:
             return Outcome(metrics={"unscored_gold": 1.0, "answered": 1.0})
         right = len(answer) <= max(self._max_chars, len(gold)) and same(gold, answer)
-        if right is None and self.pool is not None:
-            return self._verified(gold, answer)
+        if right is None and self._asking is not None:
+            return self._verified(self._asking, gold, answer)
         return _outcome(bool(right), verified=False)
 
-    async def _verified(self, gold: str, answer: str) -> Outcome:
-        said = self._asked(gold, answer)
+    async def _verified(self, asking: Asking, gold: str, answer: str) -> Outcome:
         try:
-            verdict = await asyncio.shield(asyncio.wrap_future(said))  # siblings may wait for it too
+            verdict = await asking.verdict(gold, answer)
         except CallFailed as error:
             return Outcome(metrics={f"unscored_{error.kind}": 1.0, "answered": 1.0, "verified": 1.0})
         if verdict == "gold":
             return Outcome(metrics={"unscored_gold": 1.0, "answered": 1.0, "verified": 1.0})
         return _outcome(verdict == "right", verified=True)
-
-    def _asked(self, gold: str, answer: str) -> Future[str]:
-        """The verdict to come. One that missed its deadline is kept too, others that failed are asked again."""
-        assert self.pool is not None
-        with self._keeping:
-            known = self._kept.get((gold, answer))
-            if known is not None and not _passing(known):
-                self._kept.move_to_end((gold, answer))
-                return known
-            asked: Future[str] = self.pool.submit("verify", gold, answer)
-            self._kept[gold, answer] = asked
-            if len(self._kept) > NUM_KEPT:
-                self._kept.popitem(last=False)
-        return asked
-
-
-def _passing(future: Future[str]) -> bool:
-    """It failed for a reason that need not hold the next time."""
-    if not future.done():
-        return False
-    error = None if future.cancelled() else future.exception()
-    return future.cancelled() or (isinstance(error, CallFailed) and error.kind in ("lost", "start", "closed"))
 
 
 def _outcome(right: bool, *, verified: bool) -> Outcome:

@@ -84,7 +84,7 @@ HOSTILE = {
 
 @needs_algebra
 async def test_what_hangs_is_unscored_and_the_next_answer_is_graded(math):
-    reward = math(processes=2, deadline_s=0.5)
+    reward = math(processes=2, deadline_s=1.0)
     outcomes = await asyncio.gather(*(graded(reward, boxed(h), "x+1") for h in HOSTILE.values() for _ in range(12)))
     assert {(o.reward, o.metrics.get("unscored_deadline")) for o in outcomes} == {(None, 1.0)}
     assert reward.pool.health().kills == len(HOSTILE)  # equal answers are tried once
