@@ -36,64 +36,36 @@ from astraflow.config.rooms import build
 from astraflow.config.schema import PolicySection, RunConfig
 from astraflow.dataflow.operators.credit.relative import group_advantages
 from astraflow.engines.local import LocalEngine
-from astraflow.models.chat import ChatTokenizer
 from astraflow.models.load import load_model, state_tensors
 from astraflow.models.scoring.packing import TokenRows
-from astraflow.rollout.context.trie import full_sequence, trajectories
+from astraflow.rollout.context.trie import full_sequence
 from astraflow.training.step import Stepper, StepSettings
-from astraflow.types import Call, Outcome, Sampling, Task, Trajectory
+from astraflow.types import Outcome, Task, Trajectory
 from benchmarks.multi_policy.hardware import GPUS, SCALE
 from benchmarks.multi_policy.modelled import ModelledEngine, ModelledLoss
+from benchmarks.multi_policy.playing import Branches, Speaker, evaluate, play
 from benchmarks.multi_policy.sides import ROLLOUT_GPUS, Curve, run_config
 
-Branches = Mapping[str, list[Trajectory]]
 
-
-@dataclass
-class Said:
-    """What a workflow gets for a reply."""
-
-    content: str
-    message: dict[str, Any]
-
-
-class Asking:
-    """One policy as the workflow of one episode sees it: straight to the engine, calls are kept."""
-
-    base_url = api_key = ""
-
-    def __init__(self, policy: Policy, episode: str) -> None:
-        self._policy, self._episode = policy, episode
-        self.calls: list[Call] = []
-
-    async def chat(self, messages: Sequence[Any], **options: Any) -> Said:
-        """One call."""
-        policy, index = self._policy, len(self.calls)
-        ids = np.asarray(policy.chat.encode(policy.chat.render(messages, None, True)), np.int32)
-        request = f"{self._episode}/{policy.name}/{index}"
-        generation = await asyncio.wrap_future(policy.engine.submit(request, ids, policy.sampling))
-        self.calls.append(Call(policy.name, index, ids, generation))
-        text = policy.chat.decode(generation.token_ids)
-        return Said(text, {"role": "assistant", "content": text})
-
-
-class Policy:
-    """Model, optimizer and engine of one policy."""
+class Policy(Speaker):
+    """Model, optimizer and engine of one policy. `versions`: the weights after each step."""
 
     def __init__(self, name: str, section: PolicySection, place: Placement, seed: int) -> None:
-        self.name, self.section, self.version = name, section, 0
-        self.chat = ChatTokenizer(section.model)
+        self.section, self.version = section, 0
+        self.versions: list[Mapping[str, Any]] = []
         self.model = load_model(section.model)
         loss = ModelledLoss(place.trainer_gpus, place.scale)
-        settings = StepSettings(section.optimizer, 1_000_000, section.batch.tokens_per_microbatch)
+        settings = StepSettings(
+            section.optimizer, 1_000_000, section.batch.tokens_per_microbatch, entropy=section.algorithm.entropy
+        )
         self.stepper = Stepper(self.model, loss, settings)
         if place.scale:
-            self.engine: Any = ModelledEngine(
+            engine: Any = ModelledEngine(
                 section.model, gpus=place.engine_gpus, scale=place.scale, max_concurrency=place.rows, seed=seed
             )
         else:
-            self.engine = LocalEngine(section.model, max_concurrency=place.rows, seed=seed)
-        self.sampling = Sampling(max_tokens=section.sampling.max_tokens)
+            engine = LocalEngine(section.model, max_concurrency=place.rows, seed=seed)
+        super().__init__(name, section, engine)
         self.busy_s = 0.0
 
     def train(self, groups: Sequence[Sequence[Branches]]) -> None:
@@ -106,6 +78,7 @@ class Policy:
     def push(self) -> Any:
         """The weights as they are now, on their way into the engine."""
         copied = {name: tensor.detach().clone() for name, tensor in state_tensors(self.model).items()}
+        self.versions += [copied] if self.version else []
         return self.engine.load_weights(self.version, copied)
 
     def _rows(self, groups: Sequence[Sequence[Branches]]) -> TokenRows:
@@ -168,6 +141,7 @@ class Loop:
         self._tasks = _tasks(config, seed)
         self._episodes = 0
         self._pool = ThreadPoolExecutor(len(self.policies))
+        self.facts: dict[str, float] = {}
 
     async def run(self, curve: Curve) -> None:
         """Steps until the curve is over."""
@@ -192,9 +166,13 @@ class Loop:
             if self._form != "overlap":
                 ahead = asyncio.create_task(self._roll_out())
         ahead.cancel()
-        curve.finish(rollout_s=rollout_s, train_s=train_s, push_s=push_s, **self._facts(curve.wall_s))
+        self.facts = {"rollout_s": rollout_s, "train_s": train_s, "push_s": push_s, **self._facts(curve.wall_s)}
         for policy in self.policies:
             policy.engine.close()
+
+    def versions(self) -> list[dict[str, Any]]:
+        """The weights of all policies after each step."""
+        return [{p.name: p.versions[step] for p in self.policies} for step in range(self.policies[0].version)]
 
     async def _train(self, groups: Sequence[Sequence[Branches]]) -> None:
         loop = asyncio.get_running_loop()
@@ -217,9 +195,7 @@ class Loop:
 
     async def _play(self, task: Task) -> tuple[Branches, Outcome]:
         self._episodes += 1
-        llm = {policy.name: Asking(policy, str(self._episodes)) for policy in self.policies}
-        outcome = await self._workflow(task, llm)
-        return {n: trajectories(a.calls, n, outcome.reward[n]) for n, a in llm.items()}, outcome
+        return await play(self._workflow, task, self.policies, str(self._episodes))
 
     def _facts(self, wall_s: float) -> dict[str, float]:
         stats = [policy.engine.stats() for policy in self.policies]
@@ -256,10 +232,12 @@ def main() -> None:
     torch.manual_seed(args.seed)
     scale = 0.0 if args.real else SCALE
     curve = Curve(args.until, args.seconds)
-    loop = Loop(run_config(args.start, args.seed), args.form, args.seed, scale)
+    config = run_config(args.start, args.seed)
+    loop = Loop(config, args.form, args.seed, scale)
     torch.set_num_threads(args.threads)  # the engines' setting is that of the whole process
     asyncio.run(loop.run(curve))
-    sys.stdout.write(json.dumps(curve.facts) + "\n")
+    row = curve.row(evaluate(config, loop.versions(), args.seed), loop.facts)
+    sys.stdout.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

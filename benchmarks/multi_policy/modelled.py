@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from astraflow.algorithms.losses.cispo import Cispo
 from astraflow.algorithms.losses.contract import Metrics, Prepared, TrainedTokens
-from astraflow.algorithms.losses.ppo_clip import PpoClip
 from astraflow.contracts import LLM, TokenSink
 from astraflow.engines.local import LocalEngine
 from astraflow.errors import EngineError
@@ -203,14 +203,15 @@ def _pass_on(done: Future[T], told: Future[T]) -> None:
         told.set_exception(error)
 
 
-class ModelledLoss(PpoClip):
-    """The clipped loss of PPO; each microbatch takes as long as on `gpus` modelled GPUs.
+class ModelledLoss(Cispo):
+    """A policy gradient with importance weights of at most 2; each microbatch takes as long as on `gpus` modelled GPUs.
 
-    What the tiny model's own forward and backward pass takes comes on top.
+    On data of the present policy, which is all that the loop has, the weights are 1 and any clipped loss has the same
+    gradient. What the tiny model's own forward and backward pass takes comes on top.
     """
 
     def __init__(self, gpus: float = 1.0, scale: float = SCALE) -> None:
-        super().__init__()
+        super().__init__(clip_high=1.0)
         self._real_s_per_token = TRAIN_GPU_S_PER_TOKEN / gpus / scale if scale else 0.0
 
     def __call__(self, tokens: TrainedTokens, prepared: Prepared = None) -> tuple[torch.Tensor, Metrics]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from astraflow.testing.runs import LaunchedRun, wait_until
+from astraflow.types import WeightVersion
+from astraflow.weights.client import Fetched, WeightClient
+from astraflow.weights.store import FileStore
 from benchmarks.multi_policy.hardware import GPUS, SCALE
-from benchmarks.multi_policy.sides import POLICIES, ROLLOUT_GPUS, RUN_FILE, last, reached, words
+from benchmarks.multi_policy.playing import evaluate
+from benchmarks.multi_policy.sides import POLICIES, ROLLOUT_GPUS, RUN_FILE, Curve, run_config, words
 
 READY_S = 120.0
 
@@ -20,22 +25,20 @@ class _Steps:
     """What metrics.jsonl says, and when it was first seen to say so."""
 
     run: LaunchedRun
+    curve: Curve
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {name: [] for name in POLICIES})
-    moments: list[float] = field(default_factory=list)  # of steps that all policies have made
+    num: int = 0  # steps that all policies have made
 
-    def read(self) -> None:
-        """Take in what is new."""
+    def read(self) -> bool:
+        """Take in what is new; True: it is over."""
         now = time.time()
         found = [row for row in self.run.metrics() if row["kind"] == "step"]
         self.rows = {name: [row for row in found if row["policy"] == name] for name in POLICIES}
-        common = min(map(len, self.rows.values()))
-        self.moments += [now] * (common - len(self.moments))
-
-    def rewards(self) -> list[dict[str, float]]:
-        """Of every policy, by step, as far as all have come."""
-        return [
-            {name: rows[step]["reward/mean"] for name, rows in self.rows.items()} for step in range(len(self.moments))
-        ]
+        over = False
+        for step in range(self.num, min(map(len, self.rows.values()))):
+            self.num += 1
+            over |= self.curve.step({name: rows[step]["reward/mean"] for name, rows in self.rows.items()}, now)
+        return over
 
     def mean(self, metric: str) -> float:
         """Over all steps of all policies."""
@@ -56,31 +59,42 @@ def run_ours(
     """The row of one run. The clock starts when the node can play, as the loop's does."""
     options = [*words(start, seed), *_options(staleness, real)]
     run = LaunchedRun.start(folder, str(RUN_FILE), *options, name=f"s{staleness}-{seed}{'-real' * real}")
-    steps = _Steps(run)
+    steps = _Steps(run, Curve(limits.until, limits.seconds))
     try:
         begin = _began(run)
+        steps.curve.begin(begin)
 
         def over() -> bool:
-            steps.read()
-            at_target = reached(steps.rewards(), limits.until)
-            return at_target or run.popen.poll() is not None or time.time() - begin > limits.seconds
+            return steps.read() or run.popen.poll() is not None or time.time() - begin > limits.seconds
 
         wait_until(over, "the target or the time limit", limits.seconds + 60.0)
         run.interrupt()
         run.wait(120.0)
     finally:
         run.end()
-    if not steps.moments:
+    if not steps.num:
         raise SystemExit(f"the run made no step:\n{run.words()}")
-    return _row(steps, begin, limits.until)
+    config = run_config(start, seed)
+    return steps.curve.row(evaluate(config, _versions(run.directory / "weights", steps.num), seed), _facts(steps))
+
+
+def _versions(weights: Path, num: int) -> Iterator[dict[str, Any]]:
+    """The weights of all policies after each step."""
+    client = WeightClient()
+    held: dict[str, Fetched] = {}
+    for version in range(1, num + 1):
+        for name in POLICIES:
+            url = FileStore(weights, name).url
+            held[name] = client.fetch(WeightVersion(name, version, (url,)), held.get(name))
+        yield {name: fetched.tensors for name, fetched in held.items()}
 
 
 def _options(staleness: int, real: bool) -> list[str]:
     options = [f"--policies.{name}.batch.max_staleness={staleness}" for name in POLICIES]
-    options.append(f"--workflow.scale={SCALE}")
+    options += [f"--workflow.scale={SCALE}", "--weights.keep=100000"]
     if real:
         options += [f"--policies.{name}.engine=local" for name in POLICIES]
-        return options + [f"--policies.{name}.algorithm.loss=ppo_clip" for name in POLICIES]
+        return options + [f"--policies.{name}.algorithm.loss.scale=0.0" for name in POLICIES]
     engine_gpus, trainer_gpus = ROLLOUT_GPUS / len(POLICIES), (GPUS - ROLLOUT_GPUS) / len(POLICIES)
     for name in POLICIES:
         where = f"--policies.{name}"
@@ -104,21 +118,14 @@ def _began(run: LaunchedRun) -> float:
     return time.time()
 
 
-def _row(steps: _Steps, begin: float, until: float) -> dict[str, Any]:
-    rewards, wall = steps.rewards(), steps.moments[-1] - begin
+def _facts(steps: _Steps) -> dict[str, float]:
+    wall = steps.curve.wall_s
     newest = max((row for rows in steps.rows.values() for row in rows), key=lambda row: row["time_s"])
-    row = {
-        "steps": len(rewards), "t_s": wall if reached(rewards, until) else None, "s_per_step": wall / len(rewards),
-        "reward": last(rewards), "engine_idle": round(1 - newest["nodes/busy_s"] / wall, 3),
-        "trainer_idle": round(1 - _busy(steps, wall), 3), "staleness": round(steps.mean("staleness/mean"), 3),
+    facts = {
+        "engine_idle": 1 - newest["nodes/busy_s"] / wall, "trainer_idle": 1 - _busy(steps, wall),
+        "staleness": steps.mean("staleness/mean"), "ess": steps.mean("policy/ess"),
     }  # fmt: skip
-    if "nodes/row_s" in newest:
-        row["rows_running"] = round(newest["nodes/row_s"] / wall, 1)
-    row["curve"] = [
-        [round(t - begin, 2), *(round(r, 3) for r in step.values())]
-        for t, step in zip(steps.moments, rewards, strict=True)
-    ]
-    return row
+    return facts | ({"rows_running": newest["nodes/row_s"] / wall} if "nodes/row_s" in newest else {})
 
 
 def _busy(steps: _Steps, wall: float) -> float:

@@ -20,6 +20,7 @@ POLICIES = ("actor", "verifier")
 RUN_FILE = Path(__file__).parent / "run.toml"
 ROLLOUT_GPUS = 4  # where rollout and training have GPUs of their own: of both policies together
 WINDOW = 5  # steps of which the mean must be at the target, of each policy
+MARGIN = 0.02  # a run goes on until its own batches are this much above the target, so that its weights are beyond it
 
 
 def words(start: Path, seed: int) -> list[str]:
@@ -46,38 +47,50 @@ def warm_start(folder: Path, seed: int) -> Path:
 
 @dataclass
 class Curve:
-    """Rewards of every policy by step. `until`: the target of each; None: only time ends it."""
+    """Of all sides alike: after each step, when the new weights of all policies were there, and what was earned in the
+    episodes that it trained on. `until`: the target of each policy; None: only time ends it."""
 
     until: float | None
     seconds: float
-    facts: dict[str, Any] = field(default_factory=dict)
     wall_s: float = 0.0
     _start: float = 0.0
-    _rows: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    _moments: list[float] = field(default_factory=list)
+    _trained: list[dict[str, float]] = field(default_factory=list)
 
-    def begin(self) -> None:
-        """The clock starts."""
-        self._start = time.perf_counter()
+    def begin(self, at: float | None = None) -> None:
+        """The clock starts, or started at that time (`time.time`)."""
+        self._start = time.time() if at is None else at
 
-    def step(self, rewards: dict[str, float]) -> bool:
+    def step(self, rewards: dict[str, float], at: float | None = None) -> bool:
         """All policies have made a step; True: it is over."""
-        self.wall_s = time.perf_counter() - self._start
-        self._rows.append((self.wall_s, rewards))
-        return self.wall_s > self.seconds or reached([r for _, r in self._rows], self.until)
+        self.wall_s = (time.time() if at is None else at) - self._start
+        self._moments.append(self.wall_s)
+        self._trained.append(rewards)
+        target = None if self.until is None else self.until + MARGIN
+        return self.wall_s > self.seconds or reached(self._trained, target)
 
-    def finish(self, **facts: float) -> None:
-        """`facts` of the whole run, times as shares of it."""
-        rewards = [r for _, r in self._rows]
+    def row(self, evaluated: Sequence[dict[str, float]], facts: Mapping[str, float]) -> dict[str, Any]:
+        """Of the whole run. `evaluated`: what the weights after each step earn. `facts`: times become shares of it."""
         shares = {name[:-2]: round(s / self.wall_s, 3) for name, s in facts.items() if name in PARTS}
         others = {name: round(value, 3) for name, value in facts.items() if name not in PARTS}
-        self.facts = {
-            "steps": len(rewards), "t_s": self.wall_s if reached(rewards, self.until) else None,
-            "s_per_step": self.wall_s / len(rewards), "reward": last(rewards), **shares, **others,
+        steps, trained = first_reached(evaluated, self.until), first_reached(self._trained, self.until)
+        return {
+            "steps": steps, "t_s": self._moments[steps - 1] if steps else None,
+            "steps_trained": trained, "t_trained_s": self._moments[trained - 1] if trained else None,
+            "s_per_step": self.wall_s / len(self._moments), "reward": last(evaluated), **shares, **others,
+            "curve": [
+                [round(t, 2), *(round(reward, 3) for row in (weights, batch) for reward in row.values())]
+                for t, weights, batch in zip(self._moments, evaluated, self._trained, strict=True)
+            ],
         }  # fmt: skip
-        self.facts["curve"] = [[round(t, 2), *(round(r, 3) for r in row.values())] for t, row in self._rows]
 
 
 PARTS = ("rollout_s", "train_s", "push_s")
+
+
+def first_reached(rewards: Sequence[Mapping[str, float]], until: float | None) -> int | None:
+    """After how many steps the target was reached."""
+    return next((n for n in range(WINDOW, len(rewards) + 1) if reached(rewards[:n], until)), None)
 
 
 def reached(rewards: Sequence[Mapping[str, float]], until: float | None) -> bool:

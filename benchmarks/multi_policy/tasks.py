@@ -1,5 +1,6 @@
-"""A code to be found out: each letter stands for a digit. 26 tasks that a tiny model learns from rewards alone in some
-twenty steps. And what it is shown before: how an answer and a verdict look, hardly any of them right."""
+"""A code to be found out: each of 96 pairs of letters stands for a digit, by chance, so that what is learnt of one says
+nothing about another; a batch has a third of them. And what is shown before: how an answer and a verdict look, many of
+them wrong."""
 
 from __future__ import annotations
 
@@ -7,19 +8,30 @@ import random
 import string
 from typing import Any
 
-LETTERS, DIGITS = string.ascii_lowercase[:12], "0123"
+LETTERS, DIGITS, PAIRS = string.ascii_lowercase[:12], "0123", 96
+
+
+def _code() -> list[tuple[str, str]]:
+    """(pair, digit), the same in every run."""
+    rng = random.Random(7)
+    pairs = [first + second for first in LETTERS for second in LETTERS]
+    rng.shuffle(pairs)
+    return [(pair, rng.choice(DIGITS)) for pair in pairs[:PAIRS]]
+
+
+CODE = _code()
 
 
 class Letters:
-    """`k?`, answer `3`."""
+    """`kb?`, answer `3`."""
 
     def __len__(self) -> int:
-        return len(LETTERS)
+        return len(CODE)
 
     def row(self, index: int) -> dict[str, Any]:
         """The same index always gives the same fields."""
-        place = index % len(LETTERS)
-        return {"question": f"{LETTERS[place]}?", "answer": DIGITS[place * 3 % 4]}
+        pair, digit = CODE[index % len(CODE)]
+        return {"question": f"{pair}?", "answer": digit}
 
     def fingerprint(self) -> str:
         """Of the rows."""
@@ -27,8 +39,8 @@ class Letters:
 
 
 class Shown(Letters):
-    """A conversation about each letter. What is said is right with probability `right`, else drawn by chance; `of`:
-    "answer", or "verdict" on `k?5=`, which is y or n."""
+    """A conversation about each pair. What is said is right with probability `right`, else drawn by chance; `of`:
+    "answer", or "verdict" on `kb?2=`, which is y or n."""
 
     def __init__(self, *, of: str, right: float, size: int = 6400) -> None:
         self.of, self.right, self.size = of, right, size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from benchmarks.bench_multi_policy import checks, gains
 from benchmarks.multi_policy.hardware import CALL_TOKENS, Decoding, LongTail, Rows
-from benchmarks.multi_policy.sides import last, reached
+from benchmarks.multi_policy.sides import MARGIN, Curve, first_reached, last, reached
 
 PLAIN = Decoding(step_s=1.0, row_s=0.5, rows_per_gpu=2, swap_s=10.0, prefill_tokens_per_s=4.0)
 
@@ -72,9 +72,35 @@ def test_all_policies_must_be_at_the_target():
     assert last(rewards) == {"actor": 0.8, "verifier": 0.9}
 
 
+def test_the_target_is_reached_where_a_whole_window_is_there_first():
+    rewards = [{"a": r} for r in (0.9, 0.1, 0.8, 0.8, 0.8, 0.8, 0.7, 0.9)]
+    assert first_reached(rewards, 0.68) == 5
+    assert first_reached(rewards, 0.8) == 8
+    assert first_reached(rewards, 0.81) is None
+    assert first_reached(rewards, None) is None
+
+
+def test_weights_are_at_the_target_before_the_batches_that_they_sampled():
+    curve = Curve(0.8, 100.0)
+    curve.begin(50.0)
+    trained = [0.5, 0.6, 0.7, *[0.8] * 5, *[0.8 + MARGIN + 0.001] * 5]
+    over = [curve.step({"a": reward}, 51.0 + step) for step, reward in enumerate(trained)]
+    assert over == [False] * 12 + [True]
+    row = curve.row([{"a": reward} for reward in [*trained[3:], *[0.9] * 3]], {"push_s": 1.3, "staleness": 2.0})
+    assert (row["steps"], row["t_s"], row["steps_trained"], row["t_trained_s"]) == (5, 5.0, 8, 8.0)
+    assert row["curve"][0] == [1.0, 0.8, 0.5]
+    assert (row["push"], row["staleness"], row["s_per_step"]) == (0.1, 2.0, 1.0)
+
+
+def test_time_ends_a_run():
+    curve = Curve(None, 3.0)
+    curve.begin(0.0)
+    assert [curve.step({"a": 1.0}, at) for at in (2.0, 3.0, 3.5)] == [False, False, True]
+
+
 def row(side: str, seed: int, t_s: float | None) -> dict[str, object]:
     curve = [[10.0], [13.0], [16.0]] if "loop" in side else [[2.0], [3.0], [4.0], [9.0]]
-    return {"times": "modelled", "side": side, "seed": seed, "t_s": t_s, "curve": curve}
+    return {"times": "modelled", "side": side, "seed": seed, "t_s": t_s, "t_trained_s": t_s, "curve": curve}
 
 
 def test_who_does_not_arrive_counts_with_the_limit():
