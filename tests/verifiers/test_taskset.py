@@ -34,12 +34,3 @@ def test_a_taskset_drives_a_run(python: str, tmp_path: Path) -> None:
         run.end()
     summary = run.summary()
     assert summary["accounting"]["trained"] == 4 and not summary["errors"], summary
-
-
-def test_an_unknown_taskset_is_named(python: str, tmp_path: Path) -> None:
-    run = started(tmp_path, python, "--workflow.taskset=no_such_tasks", "--workflow.max_attempts=1")
-    try:
-        assert run.wait(200) != 0
-    finally:
-        run.end()
-    assert "env_error" in run.words() and "no_such_tasks" in run.words()

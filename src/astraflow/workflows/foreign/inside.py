@@ -79,7 +79,7 @@ def main() -> None:
     """`sys.argv[1]`: taskset, config, harness, runtime, max_turns, limit."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what tasksets print is no answer
-    sys.path.insert(0, os.getcwd())
+    sys.path[0] = os.getcwd()  # not the folder of this file, whose names are no packages
     try:
         player = Player(json.loads(sys.argv[1]))
         if not player.tasks:
