@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
+from msgspec import structs
 
 from astraflow.config.rooms import choose
 from astraflow.errors import SourceError
 from astraflow.sources.splits import check_row, digest
 from astraflow.types import Action, Step, Task
 
+_ID = "call"
+
 
 class PlayedSource:
-    """Row i is `{messages}`: one episode of `environment`, each reply drawn from `actions` by their weights."""
+    """Row i is `{messages, tools}`: one episode of `environment`, each reply drawn from `actions` by their weights. In
+    one that has a tool with one parameter, a reply is a call of it."""
 
     def __init__(
         self, *, environment: str | Mapping[str, Any], actions: Mapping[str, float], size: int = 3200,
         longest: int = 10, seed: int = 0,
     ) -> None:  # fmt: skip
-        """`environment`: one that is acted in by text, and is cheap. `longest`: replies. `seed`: of the replies.
+        """`environment`: one whose step is a plain function. `longest`: replies. `seed`: of the replies.
 
         Raises: SourceError, Problem or ConfigError: what cannot be.
         """
@@ -44,16 +50,32 @@ class PlayedSource:
         world = self._chosen.make()
         said = world.reset(Task("played", index, 0, {"seed": index}))
         text = said.text if isinstance(said, Step) else said
-        messages: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
         for turn in range(1, self._longest + 1):
-            (reply,) = chance.choices(list(self._actions), list(self._actions.values()))
-            messages += [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
-            step = world.step(Action(text=reply, turn=turn))
-            if step.done:
+            (word,) = chance.choices(list(self._actions), list(self._actions.values()))
+            reply, action = _said(word, world.tools)
+            messages.append(reply)
+            step = world.step(structs.replace(action, turn=turn))
+            if step.done or turn == self._longest:
                 break
-            text = step.text
+            told = {"role": "tool", "tool_call_id": _ID} if world.tools else {"role": "user"}
+            messages.append({**told, "content": step.text})
         world.close()
-        return {"messages": messages}
+        return {"messages": messages, "tools": world.tools} if world.tools else {"messages": messages}
 
     def fingerprint(self) -> str:
         return digest("played", 1, self._facts)
+
+
+def _said(word: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], Action]:
+    """A reply, and the action that it is."""
+    if not tools:
+        return {"role": "assistant", "content": word}, Action(text=word)
+    function = tools[0]["function"]
+    (argument,) = function["parameters"]["properties"]
+    arguments = {argument: word}
+    written = {"name": function["name"], "arguments": msgspec.json.encode(arguments).decode()}
+    call = {"id": _ID, "type": "function", "function": written}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}, Action(
+        tool=written["name"], arguments=arguments
+    )

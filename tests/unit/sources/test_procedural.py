@@ -148,6 +148,25 @@ def test_played_episodes_end_where_the_environment_does_and_never_change():
     assert source.fingerprint() != other.fingerprint()
 
 
+class Handles(Doors):
+    tools = [  # noqa: RUF012
+        {"type": "function", "function": {"name": "open", "parameters": {"properties": {"door": {"type": "string"}}}}}
+    ]
+
+    def step(self, action):
+        return Step("locked", done=action.arguments == {"door": "b"})
+
+
+def test_played_episodes_call_the_tool_where_there_is_one():
+    source = PlayedSource(environment=f"{__name__}:Handles", actions={"a": 0.5, "b": 0.5}, size=20)
+    row = next(r for r in rows(source) if len(r["messages"]) == 4)
+    assert row["tools"] == Handles.tools
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant", "tool", "assistant"]
+    calls = [m["tool_calls"][0]["function"] for m in row["messages"][1::2]]
+    assert calls == [{"name": "open", "arguments": '{"door":"a"}'}, {"name": "open", "arguments": '{"door":"b"}'}]
+    assert row["messages"][2] == {"role": "tool", "tool_call_id": "call", "content": "locked"}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
