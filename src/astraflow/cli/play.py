@@ -23,7 +23,9 @@ Model = Annotated[
 RecipeOption = Annotated[
     str, typer.Option("--recipe", help="Run file with sources and workflow; default: that of the run directory.")
 ]
-Policy = Annotated[str, typer.Option("--policy", help="The policy that MODEL is; needed when there are several.")]
+Policy = Annotated[
+    str, typer.Option("--policy", help="The policy that a model directory is; needed where there are several.")
+]
 Source = Annotated[str, typer.Option("--source", help="Default: that of [evaluation], else the training source.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0: greedy.")]
 
@@ -187,16 +189,19 @@ def open_model(model: str, recipe: str, policy: str, overrides: list[str]) -> tu
             "model", model, "belongs to no run directory, so its tasks are not known", "name them with --recipe"
         )
     config = open_run(recipe or str(run.config_file if run else ""), overrides)
-    name = choose_policy(config, policy)
+    whole = run is not None and path.resolve() == run.path.resolve()  # each policy has a checkpoint there
+    names = list(config.trained) if whole and not policy else [choose_policy(config, policy)]
     models = {p: config.base_of(p) for p in config.policies}
     newest = {p: run.newest_checkpoint(p) for p in models} if run is not None else {}
     models |= {p: str(found) for p, found in newest.items() if found is not None}
     copies = {p: section.copy_of.policy for p, section in config.policies.items() if section.copy_of is not None}
     models |= {p: models[of] for p, of in copies.items()}
-    if run is None or path.resolve() != run.path.resolve():
-        models[name] = model
-    elif newest[name] is None:
-        raise LaunchError("run directory", model, f"has no whole checkpoint of {name}", "wait for its first one")
+    if not whole:
+        models[names[0]] = model
+    elif lacking := [name for name in names if newest[name] is None]:
+        raise LaunchError(
+            "run directory", model, f"has no whole checkpoint of {', '.join(lacking)}", "wait for its first one"
+        )
     return config, {
         p: m if config.policies[p].remote else str(model_directory(m, cache_dir(), config.run.seed))
         for p, m in models.items()
@@ -212,7 +217,9 @@ def choose_policy(config: RunConfig, policy: str) -> str:
     if not policy and len(known) == 1:
         return known[0]
     if policy not in known:
-        raise LaunchError("policy", policy or "none", "must be a policy of the run file", f"one of: {', '.join(known)}")
+        raise LaunchError(
+            "policy", policy or "none", "must be a policy of the run file", f"--policy is one of: {', '.join(known)}"
+        )
     return policy
 
 

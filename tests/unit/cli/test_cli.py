@@ -20,7 +20,7 @@ from astraflow.config.load import resolved_json
 from astraflow.config.recipes import about, examples, examples_dir, recipe_names, recipe_path
 from astraflow.errors import ConfigError, LaunchError, Problem
 from astraflow.launch.claim import claim
-from astraflow.launch.rundir import write_ready
+from astraflow.launch.rundir import RunDirectory, write_ready
 from astraflow.wire.app import bind
 
 ERROR_FORM = r"error: .+=.+; .+"
@@ -370,6 +370,20 @@ def test_doctor_says_ok_or_what_to_do(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_a_model_without_a_run_needs_a_recipe(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="name them with --recipe"):
         open_model(str(tmp_path), "", "", [])
+
+
+def test_a_run_of_several_policies_is_played_by_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = open_run("quickstart", ["--policies.critic.model=tiny-char"])
+    (tmp_path / "run.resolved.json").write_text(resolved_json(config))
+    made = {"actor": tmp_path / "a"}
+    monkeypatch.setattr(RunDirectory, "newest_checkpoint", lambda self, name: made.get(name))
+    monkeypatch.setattr("astraflow.models.registry.model_directory", lambda name, *_: name)
+    with pytest.raises(LaunchError, match="has no whole checkpoint of critic"):
+        open_model(str(tmp_path), "", "", [])
+    made["critic"] = tmp_path / "b"
+    assert open_model(str(tmp_path), "", "", [])[1] == {"actor": str(made["actor"]), "critic": str(made["critic"])}
+    with pytest.raises(LaunchError, match="--policy is one of: actor, critic"):
+        open_model(str(tmp_path), "", "judge", [])
 
 
 def test_the_policy_must_be_named_when_there_are_several() -> None:
