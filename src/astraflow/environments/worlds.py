@@ -19,7 +19,7 @@ from typing import Any, cast
 from msgspec.structs import replace
 
 from astraflow.config.rooms import Chosen, choose
-from astraflow.config.structs import struct_of
+from astraflow.config.sections.structs import struct_of
 from astraflow.contracts import Environment
 from astraflow.environments.health import Health
 from astraflow.environments.pooled import DEFAULTS, Pooled, pool_of

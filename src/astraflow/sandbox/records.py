@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from astraflow.config.structs import struct_of
+from astraflow.config.sections.structs import struct_of
 
 Isolation = Literal["bubblewrap", "weak"]
 OutcomeName = Literal["passed", "failed", "timeout", "error"]
