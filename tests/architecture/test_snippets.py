@@ -17,10 +17,10 @@ import typer.main
 
 from astraflow.cli.app import app
 from astraflow.config.schema import RunConfig
-from astraflow.contracts import Operator
+from astraflow.contracts import Environment, Operator
 from astraflow.testing.operators import check_operator, group
 from astraflow.testing.stages import check_stage
-from astraflow.types import Task
+from astraflow.types import Action, Task
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -69,6 +69,9 @@ def test_python_plays(text: str) -> None:
             check_stage(thing())
         elif inspect.isclass(thing) and "aggregation" in vars(thing()):
             _check_loss(thing())
+        elif inspect.isclass(thing) and Environment in thing.__mro__:
+            world = thing()
+            assert world.reset(Task("train", 0, 0, {"number": "2"})) and world.step(Action(text="2")).done
         elif inspect.isclass(thing):
             source = thing()
             assert len(source) > 0 and json.dumps(source.row(0)) and source.fingerprint()
