@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -107,3 +110,19 @@ def test_svamp_limit_and_split_are_checked():
     for options in ({"split": "test"}, {"limit": -1}):
         with pytest.raises(SourceError, match=r"sources\.svamp"):
             SvampSource(**options)
+
+
+def test_shipped_rows_do_not_depend_on_the_process_or_its_hashes():
+    script = (
+        "import hashlib; from astraflow.sources.gsm8k import Gsm8kSource\n"
+        "from astraflow.sources.svamp import SvampSource\n"
+        "for s in (Gsm8kSource(), Gsm8kSource(split='test'), SvampSource(), SvampSource(split='heldout')):\n"
+        "    rows = str([s.row(i) for i in range(len(s))])\n"
+        "    print(s.fingerprint(), hashlib.sha256(rows.encode()).hexdigest())"
+    )
+    said = {
+        subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, check=True,
+                       capture_output=True, text=True).stdout
+        for seed in ("0", "1")
+    }  # fmt: skip
+    assert len(said) == 1

@@ -89,5 +89,8 @@ class Host:
 
 
 def _fields(entry: dict[str, Any], number: int) -> dict[str, Any]:
-    answer = entry["answer"]
-    return {"question": entry["question"], "answer": answer if isinstance(answer, str) else "", "number": number}
+    """With what the entry says of itself, as `expression` or `num_terms`."""
+    said = {key: value for key, value in entry["metadata"].items() if isinstance(value, (str, int, float, bool))}
+    said = {key: value for key, value in said.items() if not key.startswith("source_")}
+    answer = entry["answer"] if isinstance(entry["answer"], str) else ""
+    return {**said, "question": entry["question"], "answer": answer, "number": number}

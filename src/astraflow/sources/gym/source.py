@@ -23,7 +23,8 @@ _DEADLINE_S = 120.0
 
 
 class ReasoningGymSource:
-    """Rows `{question, answer, dataset, level, generator, number}` of reasoning-gym's generators, by turns.
+    """Rows `{question, answer, dataset, level, generator, number}` of reasoning-gym's generators, by turns, and what
+    an entry says of itself.
 
     `answer` is one right answer, or "" where any that fits is right; the reward `reasoning_gym` makes the entry again
     from `generator` and `number` and asks the generator's own scorer. One question in five is held out for good.
@@ -32,19 +33,20 @@ class ReasoningGymSource:
     def __init__(
         self, *, datasets: Sequence[str], levels: Sequence[int] = (),
         config: Mapping[str, Mapping[str, Any]] | None = None, split: str = "train", size: int = 10_000, seed: int = 0,
-        demos: bool = False, right: float = 0.25,
+        question: str = "{question}", demos: bool = False, right: float = 0.25,
     ) -> None:  # fmt: skip
         """`datasets`: names of generators. `levels`: of their curricula, one after the other; the operator
         `curriculum` (`by = "level"`) opens them; none: as the generators are by default. `config`: name -> its options.
-        `size`: rows. `demos`: rows `{messages}` for a warm start, of train questions only; a share `right` of them has
-        the right answer, the others that of another row."""
+        `size`: rows. `question`: how the field is made from what an entry says, as `{expression} =`. `demos`: rows
+        `{messages}` for a warm start, of train questions only; a share `right` of them has the right answer, the others
+        that of another row."""
         if find_spec("reasoning_gym") is None:
             raise SourceError(
                 "package", "reasoning-gym", f"is not installed and {WHERE} needs it",
                 "pip install 'astraflow[reasoning-gym]'; one of its packages needs a C compiler",
             )  # fmt: skip
         self._split = "train" if demos else check_split(WHERE, split)
-        self._demos, self._right, self._seed = demos, right, seed
+        self._question, self._demos, self._right, self._seed = question, demos, right, seed
         self._size, self._levels, self._names = size, list(levels), list(datasets)
         options = {name: dict(chosen) for name, chosen in (config or {}).items()}
         self._check_options(options)
@@ -85,11 +87,20 @@ class ReasoningGymSource:
                 self._kept.popitem(last=False)
         name, level = self._kinds[kind]
         row = self._kept[kind, turn]
+        try:
+            row = {**row, "question": self._question.format_map(row)}
+        except (LookupError, ValueError, AttributeError) as error:
+            known = ", ".join(row)
+            raise SourceError(
+                f"{WHERE}.question", self._question, f"needs {error}", f"an entry of {name} says {known}"
+            ) from error
         more = {"dataset": name, "generator": self._generators[kind]}
         return {**row, **more} if level is None else {**row, **more, "level": level}
 
     def fingerprint(self) -> str:
-        return digest("reasoning_gym", 1, self._generators, self._split, self._size, self._demos, self._right)
+        return digest(
+            "reasoning_gym", 1, self._generators, self._split, self._size, self._question, self._demos, self._right
+        )
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         if not self._names or len(set(self._names)) != len(self._names):

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -193,14 +194,19 @@ def test_a_missing_package_and_wrong_settings_are_named_before_anything_starts(m
             Math(verify=False, **options)
 
 
-@pytest.mark.parametrize("source", [Gsm8kSource(), Gsm8kSource(split="test"), SvampSource(split="all")])
-def test_the_oracle_gets_1_and_the_null_policy_0_without_algebra(source):
-    reward = Math(verify=False)
+@pytest.mark.parametrize(
+    ("source", "lucky"), [(Gsm8kSource(), 44), (Gsm8kSource(split="test"), 8), (SvampSource(split="all"), 9)]
+)
+def test_the_oracle_gets_1_the_null_policy_0_and_a_random_one_what_is_recorded(source, lucky):
+    """Without algebra. `lucky`: how many answers a random number below 100 hits."""
+    reward, rng, hits = Math(verify=False), random.Random("random policy"), 0.0
     for index in range(len(source)):
         row = Task("train", index, 0, source.row(index))
         assert reward(boxed(row["answer"]), row).reward == 1.0, row
         assert reward("", row).reward == 0.0
         assert reward("I do not know.", row).reward == 0.0
+        hits += reward(boxed(rng.randrange(100)), row).reward
+    assert hits == lucky
 
 
 def test_verdicts_do_not_depend_on_the_process_or_its_hashes():
