@@ -64,21 +64,30 @@ def _run(place: Path, side: str, seed: int) -> list[dict[str, Any]]:
 def row(metrics: Sequence[dict[str, Any]], side: str, seed: int) -> dict[str, Any]:
     """What one run shows. `curve`: step -> held-out success and tokens sampled for training until then."""
     steps = [m for m in metrics if m["kind"] == "step"]
-    spent: dict[int, float] = defaultdict(float)
-    for step in steps:
-        spent[step["step"]] += step["tokens/sampled"]
     rounds = sorted((m for m in metrics if m["kind"] == "eval"), key=lambda m: m["step"])
-    curve = {
-        m["step"]: {"success": m["eval/success"], "tokens": sum(n for at, n in spent.items() if at <= m["step"])}
-        for m in rounds
-    }
-    episodes = sum(step["batch/episodes"] for step in steps if step["policy"] == "coder")
+    curve = {m["step"]: {"success": m["eval/success"], "tokens": sampled(steps, m["step"])} for m in rounds}
+    coder = [step for step in steps if step["policy"] == "coder"]
+    episodes = sum(step["batch/episodes"] for step in coder)
     last = list(curve.values())[-1]
     return {
         "side": side, "seed": seed, "start": rounds[0]["eval/success"], "end": last["success"],
-        "tokens": int(last["tokens"]), "tokens_per_task": last["tokens"] / episodes,
-        "dropped": int(max(step["groups/dropped"] for step in steps)), "curve": curve,
+        "tokens": int(last["tokens"]), "tokens_per_task": sum(step["tokens/sampled"] for step in steps) / episodes,
+        "trained": int(sum(step["batch/groups"] for step in coder)), "dropped": int(coder[-1]["groups/dropped"]),
+        "curve": curve,
     }  # fmt: skip
+
+
+def sampled(steps: Sequence[dict[str, Any]], until: int) -> float:
+    """Tokens sampled for training up to a step, by all policies. Dropped groups count as long as those of that step."""
+    tokens = 0.0
+    for policy in {step["policy"] for step in steps}:
+        dropped = 0.0
+        for step in steps:
+            if step["policy"] == policy and step["step"] <= until:
+                groups = step["batch/groups"] + step["groups/dropped"] - dropped
+                tokens += step["tokens/sampled"] * groups / step["batch/groups"]
+                dropped = step["groups/dropped"]
+    return tokens
 
 
 def checks(rows: Sequence[dict[str, Any]]) -> list[Check]:
@@ -96,21 +105,30 @@ def checks(rows: Sequence[dict[str, Any]]) -> list[Check]:
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of docs/multi-policy.md."""
+    """The curve and the table of docs/multi-policy.md."""
     at = list(rows[0]["curve"])
     lines = [
         "| side | seed | sampled tokens per task | " + " | ".join(f"step {step}" for step in at) + " |",
         "|---|---|---|" + "---|" * len(at),
     ]
+    curves = []
     for side in SIDES:
         own = [r for r in rows if r["side"] == side]
         for r in own:
-            cells = [f"{r['curve'][step]['success']:.3f}" for step in at]
-            lines.append(f"| {side} | {r['seed']} | {r['tokens_per_task']:.1f} | {' | '.join(cells)} |")
-        means = [statistics.mean(r["curve"][step]["success"] for r in own) for step in at]
+            lines.append(_line([side, r["seed"], f"{r['tokens_per_task']:.1f}"], [r["curve"][step] for step in at]))
+        mean = [
+            {key: statistics.mean(r["curve"][step][key] for r in own) for key in ("success", "tokens")} for step in at
+        ]
         tokens = statistics.mean(r["tokens_per_task"] for r in own)
-        lines.append(f"| {side} | mean | {tokens:.1f} | " + " | ".join(f"**{mean:.3f}**" for mean in means) + " |")
-    return "\n".join(lines)
+        lines.append(_line([side, "mean", f"{tokens:.1f}"], mean))
+        curves.append("  line [" + ", ".join(f"{point['success']:.3f}" for point in mean) + "]")
+    chart = ["```mermaid", "xychart-beta", f"  x-axis step {at}", "  y-axis success 0 --> 0.5", *curves, "```"]
+    return "\n".join([*chart, "", *lines])
+
+
+def _line(cells: list[Any], points: Sequence[dict[str, float]]) -> str:
+    shown = [f"{point['success']:.3f} ({point['tokens'] / 1000:.0f}k)" for point in points]
+    return f"| {' | '.join(map(str, [*cells, *shown]))} |"
 
 
 if __name__ == "__main__":
