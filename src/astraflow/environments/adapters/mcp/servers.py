@@ -44,12 +44,12 @@ class Server:
         self.ready: asyncio.Future[list[dict[str, Any]]] = asyncio.get_running_loop().create_future()
         self.episodes = self.used = 0
         self._client: Any = None
-        self._task = asyncio.create_task(self._live(), name="mcp server")
+        self.task = asyncio.create_task(self._live(), name="mcp server")
 
     @property
     def ended(self) -> bool:
         """It serves no more."""
-        return self._stop.is_set() or self._task.done()
+        return self._stop.is_set() or self.task.done()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """The result of a tool."""
@@ -154,8 +154,8 @@ class Servers:
         """Stop all, and wait until they are gone."""
         for server in self._servers:
             server.stop()
-        await asyncio.wait([server._task for server in self._servers] or [asyncio.create_task(asyncio.sleep(0))],
-                           timeout=_END_S)  # fmt: skip
+        if self._servers:
+            await asyncio.wait([server.task for server in self._servers], timeout=_END_S)
 
     def _choose(self) -> Server | None:
         """The one with the fewest episodes; None: wait."""
@@ -197,7 +197,9 @@ _OF_LOOPS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Settings, S
 def servers_of(settings: Settings) -> Servers:
     """Those of the running loop."""
     of_loop = _OF_LOOPS.setdefault(asyncio.get_running_loop(), {})
-    return of_loop.setdefault(settings, Servers(settings)) if settings not in of_loop else of_loop[settings]
+    if settings not in of_loop:
+        of_loop[settings] = Servers(settings)
+    return of_loop[settings]
 
 
 async def end_servers() -> None:
