@@ -167,6 +167,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     wall_s: float = 0.0  # duration on the node
     code: str = ""  # version of the workflow's code that played it, by its worker; "": not known
+    engines: dict[str, str] = {}  # policy -> "<engine>@<node>" that sampled it, where that was not one of this node
 
 
 _ERROR_KIND = re.compile(r"[a-z][a-z0-9_]{0,31}(?=:)")

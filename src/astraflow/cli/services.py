@@ -154,6 +154,10 @@ def node(
     engine: Annotated[
         list[str] | None, typer.Option(help="What serves a policy here: POLICY.type=vllm, POLICY.dtype=bfloat16, ...")
     ] = None,
+    serves: Annotated[
+        str, typer.Option(help="Policies that have an engine here, with commas between them; default: all.")
+    ] = "",
+    listen: Annotated[str, typer.Option(help="HOST:PORT where other nodes reach its engines.")] = "",
     delay_s: Annotated[float, typer.Option(help="Added to every call: a slow node.")] = 0.0,
     swarm: Annotated[
         str, typer.Option(help="HOST:PORT of a door for clients that play elsewhere; port 0: any free one.")
@@ -170,8 +174,11 @@ def node(
     from astraflow.rollout.pool import PoolLimits
 
     token = read_token(token_file)
-    if not workers and not swarm:
-        raise LaunchError("--workers", workers, "leaves nobody who plays", "give at least 1, or open a door by --swarm")
+    if not workers and not (swarm or serves or listen):
+        raise LaunchError(
+            "--workers", workers, "leaves nobody who plays",
+            "give at least 1, open a door by --swarm, or let other nodes use its engines by --serves or --listen",
+        )  # fmt: skip
 
     def on_door(url: str) -> None:
         typer.echo(f"swarm clients join at {joining(url)}")
@@ -182,7 +189,8 @@ def node(
         dataflow_url=dataflow, token=token, name=name or socket.gethostname(), concurrency=concurrency,
         min_concurrency=min_concurrency, workers=workers, threads=max(1, threads), delay_s=delay_s, watch=watch,
         limits=PoolLimits(memory_bytes=worker_memory_bytes), door=_door(swarm, token) if swarm else None,
-        on_door=on_door, engines=_engines(engine or []),
+        on_door=on_door, engines=_engines(engine or []), serves=[name for name in serves.split(",") if name],
+        listen=_checked_address(listen),
     )  # fmt: skip
     run_node(options)
 
@@ -206,6 +214,20 @@ def _engines(words: list[str]) -> dict[str, EngineSection]:
     if problems:
         raise ConfigError("--engine", problems)
     return engines
+
+
+def _checked_address(listen: str) -> str:
+    """Raises: LaunchError: others could not reach it."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from astraflow.config.schema import Address
+    from astraflow.errors import LaunchError
+
+    try:
+        return TypeAdapter(Address).validate_python(listen)
+    except ValidationError as error:
+        rule = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise LaunchError("--listen", listen, rule, "for example 127.0.0.1:0") from error
 
 
 def _door(address: str, token: str | None) -> socket.socket:

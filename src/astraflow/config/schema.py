@@ -105,6 +105,18 @@ class SwarmSection(Strict):
     max_episodes: int = Field(1024, ge=1, description="in the hands of the clients of one door at once")
 
 
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if value and not (host and port.isdecimal() and int(port) < 65536):
+        raise ValueError("must be HOST:PORT, as 10.0.0.5:7801; port 0: any free")
+    if host.strip("[]") in ("0.0.0.0", "::"):
+        raise ValueError("must be an address by which other nodes reach this one, not that of all of its networks")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_address)]
+
+
 class NodeSection(Strict):
     """[[rollout.nodes]]: one rollout node that the launcher starts."""
 
@@ -122,6 +134,10 @@ class NodeSection(Strict):
     )
     threads: int = Field(0, ge=0, description="intra-op threads of the engine; 0: automatic")
     engines: dict[Name, EngineSpec] = Field({}, description="policy -> what serves it here, instead of its own engine")
+    serves: list[Name] = Field([], description="policies that have an engine here, others are reached; empty: all")
+    listen: Address = Field(
+        "", description="HOST:PORT by which other nodes reach its engines; empty: loopback, where nodes serve only some"
+    )
     delay_s: float = Field(0.0, ge=0, description="added to every call: makes a slow node for tests and demonstrations")
     start_after_s: float = Field(0.0, ge=0, description="join this long after the run starts")
     kill_after_s: float = Field(0.0, ge=0, description="0: never; else SIGKILL once, this long after it started")
@@ -135,6 +151,9 @@ class RolloutSection(Strict):
     """[rollout]: the nodes the launcher starts; more may join by hand at any time."""
 
     nodes: Annotated[list[NodeSection], BeforeValidator(_nodes)] = Field([NodeSection()])
+    unserved_s: float = Field(
+        60.0, gt=0, description="a call fails that waits so long for a node that serves its policy"
+    )
     swarm: Annotated[SwarmSection | None, BeforeValidator(or_none)] = None
 
 
@@ -258,6 +277,10 @@ class RunConfig(Strict):
         section, lora = self.policies[policy], self.lora_of(policy)
         return section.model if lora is None or lora.quantize == "none" else f"{lora.quantize}:{section.model}"
 
+    def based(self, policy: str) -> PolicySection:
+        """Its section, with the model that its versions are of or rest on."""
+        return self.policies[policy].model_copy(update={"model": self.base_of(policy)})
+
     def lora_of(self, policy: str) -> LoraSection | None:
         """The adapters that versions of a policy are; None: they are whole."""
         section = self.policies[policy]
@@ -270,7 +293,11 @@ class RunConfig(Strict):
 
     def engines_of(self, node: str) -> dict[str, EngineSection]:
         """Policy -> what serves it on a node of this name, where that is not the policy's own engine."""
-        return next((dict(section.engines) for section in self.rollout.nodes if section.name == node), {})
+        return dict(self.node(node).engines)
+
+    def node(self, name: str) -> NodeSection:
+        """What is said of a node of this name."""
+        return next((section for section in self.rollout.nodes if section.name == name), NodeSection())
 
     def steps_of(self, policy: str) -> int:
         """Steps that a policy makes; 0: it is only served."""

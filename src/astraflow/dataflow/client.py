@@ -48,11 +48,14 @@ class DataflowClient:
         versions: Mapping[str, int],
         playing: Sequence[tuple[str, int]] = (),
         notes: Mapping[str, str] | None = None,
+        offers: Mapping[str, m.Offer] | None = None,
+        lacks: Sequence[str] = (),
     ) -> m.HeartbeatReply:
-        """The node lives, and plays these attempts; the reply says which of them it need not play any more. A
-        `WireError` with status 404 means: join again, and drop what you play."""
+        """The node lives, and plays these attempts; the reply says which of them it need not play any more, and who
+        offers engines of the policies that it `lacks`. A `WireError` with status 404 means: join again, and drop what
+        you play."""
         body = m.Heartbeat(stats=_finite("stats", stats), versions=dict(versions), playing=list(playing))
-        body.notes = dict(notes or {})
+        body.notes, body.offers, body.lacks = dict(notes or {}), dict(offers or {}), list(lacks)
         return self._http.json("POST", f"/nodes/{node_id}/heartbeat", body, m.HeartbeatReply)
 
     def drain(self, node_id: str) -> None:

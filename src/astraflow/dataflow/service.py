@@ -31,7 +31,7 @@ from astraflow.dataflow.endpoints.consumers import ConsumerEndpoints
 from astraflow.dataflow.endpoints.refused import Refused
 from astraflow.dataflow.endpoints.relays import Relays
 from astraflow.dataflow.endpoints.stages import StageEndpoints
-from astraflow.dataflow.endpoints.urls import check_stores
+from astraflow.dataflow.endpoints.urls import check_base, check_stores
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.queues import batch_id
 from astraflow.dataflow.machine.records import Batch, PolicyState
@@ -111,14 +111,17 @@ class _Endpoints:
     async def heartbeat(self, request: Request) -> Response:
         node_id = request.path_params["node_id"]
         body = await read_json(request, m.Heartbeat)
+        for offer in body.offers.values():
+            check_base(offer.url)
         leases = self._machine.leases
         with refusals():
             cancelled = leases.unwanted(node_id, body.playing)
         seen = self._machine.live.hear_node(node_id, self._shell.now())
         if body.stats.get(_WRONG, 0.0) > seen.stats.get(_WRONG, 0.0):
             log.warning("node %s computes with other weights than it says (%s); see its log", node_id, body.versions)
-        seen.stats, seen.versions, seen.notes = body.stats, body.versions, body.notes
-        return json_reply(m.HeartbeatReply(self._relays.versions(), cancelled, self._machine.finished))
+        seen.stats, seen.versions, seen.notes, seen.offers = body.stats, body.versions, body.notes, body.offers
+        offers = self._machine.live.offers(node_id, body.lacks)
+        return json_reply(m.HeartbeatReply(self._relays.versions(), cancelled, self._machine.finished, offers))
 
     async def drain(self, request: Request) -> Response:
         await self._shell.submit(c.DrainNode(path_id(request, "node_id")))

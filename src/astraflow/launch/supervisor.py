@@ -220,6 +220,8 @@ class Supervisor:
         shape = ["--concurrency", str(node.concurrency), "--min-concurrency", str(node.min_concurrency)]
         shape += ["--workers", str(node.workers), "--delay-s", str(node.delay_s)]
         shape += ["--worker-memory-bytes", str(node.worker_memory_bytes), *(["--watch"] if node.watch else [])]
+        shape += ["--serves", ",".join(node.serves)] if node.serves else []
+        shape += ["--listen", node.listen] if node.listen else []
         return ["node", "--name", node.name, *shape, *self._door_of(spec), *common]
 
     def _door_of(self, spec: ProcessSpec) -> list[str]:

@@ -34,19 +34,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from astraflow.config.checks.engines import engine_name
 from astraflow.config.env import cache_dir
 from astraflow.config.schema import EngineSection, RunConfig, SwarmSection
-from astraflow.contracts import Engine
 from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import WireError
 from astraflow.observe.logs import setup_logging
 from astraflow.observe.process import settle_memory
 from astraflow.rollout.commit import Committer, Reach
+from astraflow.rollout.far.door import lend
+from astraflow.rollout.far.places import Neighbours
 from astraflow.rollout.gateway.app import create_app
 from astraflow.rollout.gateway.core import Gateway
-from astraflow.rollout.gateway.endpoint import PolicyEndpoint
-from astraflow.rollout.loop import Guarded, first_of, in_thread, run_loop
+from astraflow.rollout.loop import Guarded, first_of, in_thread, run_loop, serve_within
 from astraflow.rollout.pacing.concurrency import Concurrency, adapt
 from astraflow.rollout.policies import PolicyOptions, served_here
 from astraflow.rollout.pool import PoolLimits, WorkerPool
@@ -56,10 +58,10 @@ from astraflow.rollout.stats import NodeStats
 from astraflow.rollout.swarm.part import Return, Swarm, SwarmOptions
 from astraflow.rollout.swarm.trials import trial_options
 from astraflow.rollout.worker.channel import Hello
-from astraflow.types import EpisodeLease, WeightVersion
+from astraflow.types import Episode, EpisodeLease, WeightVersion
 from astraflow.weights.client import ANNOUNCED_WAIT_S, WeightClient
-from astraflow.wire.app import bind, serve
-from astraflow.wire.messages import EpisodesReply, Join, LeaseReply, RunReply
+from astraflow.wire.app import bind
+from astraflow.wire.messages import EpisodesReply, Join, LeaseReply, Offer, RunReply
 from astraflow.wire.patience import FIRST_ANSWER_S, GONE_S, RETRY_S
 
 log = logging.getLogger("astraflow.node")
@@ -91,6 +93,8 @@ class NodeOptions:
     limits: PoolLimits = field(default_factory=PoolLimits)
     watch: bool = False  # edits of the workflow's files are taken up
     engines: Mapping[str, EngineSection] = field(default_factory=dict)  # policy -> what serves it here
+    serves: Sequence[str] = ()  # policies that have an engine here; none: as the run file says
+    listen: str = ""  # HOST:PORT where other nodes reach its engines; "": as the run file says
     door: socket.socket | None = None  # bound; clients of the swarm come here, see `rollout.swarm`
     on_door: Callable[[str], None] = _say_door  # told the door's URL once it answers
 
@@ -130,9 +134,13 @@ class _Node:
         self._client = DataflowClient(options.dataflow_url, options.token, give_up_s=min(RETRY_S, options.give_up_s))
         self._weight_client = WeightClient(options.token, wait_s=ANNOUNCED_WAIT_S, spool=options.cache / "spool")
         self._serving: Serving | None = None  # once the run is known
+        self._neighbours: Neighbours | None = None  # where it lacks engines
+        self._offers: dict[str, Offer] = {}  # what other nodes may ask
+        self._hurry = asyncio.Event()  # a heartbeat has news
         self._reach = Reach(min(FIRST_ANSWER_S, options.give_up_s))
         self._engines: dict[str, str] = {}  # policy -> "<engine>@<node>"
         self._committer = Committer(lambda done, more: self._client.exchange(done, self._engines, more), self._reach)
+        self._plays = options.workers > 0 or options.door is not None  # else its engines are for others
         self._leaving = asyncio.Event()
         self._closing = contextlib.AsyncExitStack()
         self._join: Join | None = None
@@ -156,22 +164,26 @@ class _Node:
         if reply.finished:
             log.info("the run is over already")
             return
-        config = served_here(RunConfig.model_validate(reply.config), self._options.name, self._options.engines)
-        self._engines = {name: f"{engine_name(p.engine)}@{self._options.name}" for name, p in config.policies.items()}
         options = self._options
+        run = RunConfig.model_validate(reply.config)
+        config, served = served_here(run, options.name, options.engines, options.serves)
+        self._engines = {name: f"{engine_name(p.engine)}@{options.name}" for name, p in config.policies.items()}
         shared = PolicyOptions(options.cache, config.run.seed, self._id, options.concurrency, options.threads)
-        self._serving = Serving(config, shared, self._weight_client, self._start_waiting)
+        self._serving = Serving(config, shared, self._weight_client, self._start_waiting, served)
+        if (lacking := self._serving.lacking) and self._plays:
+            self._neighbours = Neighbours(lacking, socket.gethostname(), options.token, self._start_waiting)
         heartbeat_s = await self._enter(reply)
         self.tasks.spawn("heartbeat loop", self._heartbeats(heartbeat_s))
         local = await self._build(config, self._serving)
         self.tasks.spawn("commit loop", self._committer.run())
         for runner in self._runners:
             self.tasks.spawn("deadline loop", runner.keep_deadlines(self._options.limits.pulse_s))
-        leases = self.tasks.spawn("lease loop", self._leases(local, self._swarm))
+        leases = self.tasks.spawn("lease loop", self._leases(local, self._swarm)) if self._runners else None
         settle_memory()
         log.info("playing up to %d episodes at once", self._capacity(config))
         await self._leaving.wait()
-        leases.cancel()
+        if leases is not None:
+            leases.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.drain_s):
                 for runner in self._runners:
@@ -203,12 +215,13 @@ class _Node:
         options = self._options
         self._closing.callback(serving.close)
         await serving.start()
-        endpoints, engines = serving.endpoints, serving.engines
-        gateway = Gateway(endpoints, config.workflow.call_timeout_s)
-        for name, engine, weights in serving.pairs():
-            self.tasks.spawn(f"engine of {name}", _raise_when_ended(engine))
-            if not config.policies[name].frozen:
-                self.tasks.spawn(f"weight loop of {name}", weights.follow(engine))
+        serving.keep(self.tasks)
+        await self._lend(config, serving)
+        if self._neighbours is not None:
+            self.tasks.spawn("look at other nodes", self._neighbours.watch())
+            await serving.reach(self._neighbours)
+        engines = serving.engines
+        gateway = Gateway(serving.endpoints, config.workflow.call_timeout_s)
         pool = await self._start_workers(config, gateway, list(engines)) if options.workers else None
         most = config.dataflow.max_episode_tokens
         local = None
@@ -216,19 +229,20 @@ class _Node:
             step_s = config.workflow.step_timeout_s
             load = Concurrency(options.concurrency, options.min_concurrency)
             plays = RunnerOptions(self._id, load.limit, options.delay_s, most, step_timeout_s=step_s)
-            local = Runner(plays, gateway, engines, pool, self._committer.add, self._announced)
+            local = Runner(plays, gateway, engines, pool, self._hand_in, serving.announced)
             if load.adapts:
                 self.tasks.spawn("concurrency loop", adapt(load, local, [engine for _, engine, _ in serving.pairs()]))
         self._runners = [] if local is None else [local]
         if options.door is not None:
-            self._swarm = self._open_door(config, options.door, gateway, endpoints)
+            self._swarm = self._open_door(config, options.door, gateway, serving)
             self._runners.append(self._swarm.runner)
         self._stats.watch(serving, gateway, self._runners, pool, self._swarm)
         return local
 
     async def _start_workers(self, config: RunConfig, gateway: Gateway, policies: list[str]) -> WorkerPool:
         options, workflow = self._options, config.workflow
-        url = await self._serve_http(gateway)
+        door = bind("127.0.0.1", 0, "gateway")
+        url = await serve_within(self.tasks, self._closing, "gateway", create_app(gateway), door) + "/v1"
         hello = Hello(
             workflow.type, workflow.options, policies, url, options.limits.pulse_s,
             max_output_bytes=workflow.max_output_bytes,
@@ -239,40 +253,34 @@ class _Node:
         self.tasks.spawn("worker pool", pool.watch())
         return pool
 
-    def _open_door(
-        self, config: RunConfig, door: socket.socket, gateway: Gateway, endpoints: Mapping[str, PolicyEndpoint]
-    ) -> Swarm:
-        section = _swarm_section(config)
-        engines = {name: endpoint.engine for name, endpoint in endpoints.items()}
-        chats = {name: endpoint.chat for name, endpoint in endpoints.items()}
+    def _open_door(self, config: RunConfig, door: socket.socket, gateway: Gateway, serving: Serving) -> Swarm:
+        section, engines = _swarm_section(config), serving.engines
+        chats = {name: endpoint.chat for name, endpoint in serving.endpoints.items()}
         options = SwarmOptions(
             node_id=self._id, dead_after_s=section.dead_after_s, max_episodes=section.max_episodes,
             max_episode_tokens=config.dataflow.max_episode_tokens, token=self._options.token,
             step_timeout_s=config.workflow.step_timeout_s, trials=trial_options(config, chats, self._client.row),
         )  # fmt: skip
-        swarm = Swarm(options, gateway, engines, self._committer.add, self._announced)
+        swarm = Swarm(options, gateway, engines, self._hand_in, serving.announced)
         self.tasks.spawn("swarm door", swarm.serve(door, self._options.on_door))
         self.tasks.spawn("swarm pool", swarm.watch())
         self.tasks.spawn("swarm returns", swarm.send_back(self._give_back))
         return swarm
 
-    def _announced(self, policy: str) -> int:
+    async def _lend(self, config: RunConfig, serving: Serving) -> None:
+        """The engines of this node for others, where one of them may lack some."""
+        options = self._options
+        listen = options.listen or config.node(options.name).listen
+        if listen or serving.lacking or any(node.serves for node in config.rollout.nodes):
+            engines = {name: serving.endpoints[name].engines for name in serving.served}
+            url = await lend(engines, listen, options.token, self.tasks, self._closing)
+            self._offers = {name: Offer(url, socket.gethostname(), self._engines[name]) for name in engines}
+            self._hurry.set()
+
+    def _hand_in(self, episode: Episode) -> None:
         assert self._serving is not None
-        return self._serving.announced(policy)
-
-    async def _serve_http(self, gateway: Gateway) -> str:
-        """The gateway for agents with a client of their own; gives their base URL."""
-        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        stop, sock = asyncio.Event(), bind("127.0.0.1", 0, "gateway")
-        self._closing.callback(sock.close)
-        server = self.tasks.spawn("gateway", serve(create_app(gateway), sock, url.set_result, stop))
-
-        async def end() -> None:
-            stop.set()
-            await asyncio.wait({server})
-
-        self._closing.push_async_callback(end)
-        return f"{await url}/v1"
+        far = self._serving.sampled_far(episode)
+        self._committer.add(replace(episode, engines=far) if far else episode)
 
     def _start_waiting(self) -> None:
         for runner in self._runners:
@@ -293,8 +301,8 @@ class _Node:
 
     async def _enter(self, reply: RunReply) -> float:
         self._join = Join(
-            node_id=self._id, name=self._options.name, capacity=self._options.concurrency, run_id=reply.run_id,
-            host=socket.gethostname(),
+            node_id=self._id, name=self._options.name, capacity=self._options.concurrency if self._plays else 0,
+            run_id=reply.run_id, host=socket.gethostname(),
         )  # fmt: skip
         return await self._rejoin()
 
@@ -309,21 +317,27 @@ class _Node:
         return reply.heartbeat_s
 
     async def _heartbeats(self, period_s: float) -> None:
+        lacks = self._neighbours.policies if self._neighbours is not None else []
         while True:
             stats, versions, notes = self._stats.read(), self._stats.versions(), self._stats.notes()
             playing = [attempt for runner in self._runners for attempt in runner.playing()]
             try:
                 reply = await self._reach.ask(
                     "heartbeat",
-                    lambda: self._client.heartbeat(self._id, stats, versions, playing, notes),  # noqa: B023
+                    lambda: self._client.heartbeat(self._id, stats, versions, playing, notes, self._offers, lacks),  # noqa: B023
                 )
             except WireError as error:
                 await self._refused(error)
             else:
                 self._hear(reply.versions, reply.finished)
+                if self._neighbours is not None:
+                    self._neighbours.hear(reply.offers)
                 for runner in self._runners:
                     runner.cancel(reply.cancelled)
-                await asyncio.sleep(period_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(period_s):
+                        await self._hurry.wait()
+                self._hurry.clear()
 
     async def _leases(self, local: Runner | None, swarm: Swarm | None) -> None:
         """As many as there are free places and clients that ask."""
@@ -382,7 +396,3 @@ class _Node:
 
 def _swarm_section(config: RunConfig) -> SwarmSection:
     return config.rollout.swarm or SwarmSection()
-
-
-async def _raise_when_ended(engine: Engine) -> None:
-    raise await asyncio.wrap_future(engine.ended)

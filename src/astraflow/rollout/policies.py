@@ -6,7 +6,7 @@ import asyncio
 import logging
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +112,8 @@ class Weights:
             if self._past is not None:  # the one that was wanted may be gone by now, or never have been here
                 self._announced = self._newest
             try:
-                await asyncio.wait_for(self._news.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._news.wait()
             except TimeoutError:
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
@@ -127,12 +128,19 @@ class Weights:
                 await self.check.look(engine, fetched)
 
 
-def served_here(config: RunConfig, node: str, given: Mapping[str, EngineSection]) -> RunConfig:
-    """The run with the engines of one node: `given` to it, else those of the run file's node of its name.
+def served_here(
+    config: RunConfig, node: str, given: Mapping[str, EngineSection], serves: Sequence[str] = ()
+) -> tuple[RunConfig, frozenset[str]]:
+    """The run with the engines of one node, `given` to it, else those of the run file's node of its name; and the
+    policies that have one here, by `serves` in the same way.
 
     Raises: ConfigError: one that is not in the run file cannot serve its policy.
     """
-    problems = []
+    problems = [
+        f"--serves {name} names no policy of this run; known: {', '.join(config.policies)}"
+        for name in serves
+        if name not in config.policies
+    ]
     for name, engine in given.items():
         where = f"--engine {name}"
         if name not in config.policies:
@@ -151,19 +159,26 @@ def served_here(config: RunConfig, node: str, given: Mapping[str, EngineSection]
         name: section.model_copy(update={"engine": engines[name]}) if name in engines else section
         for name, section in config.policies.items()
     }
-    return config.model_copy(update={"policies": policies})
+    own = frozenset(serves or config.node(node).serves or config.policies)
+    return config.model_copy(update={"policies": policies}), own
 
 
 async def start_policy(
-    name: str, section: PolicySection, options: PolicyOptions, weights: Weights, engines: Sequence[Engine] | int = 1
-) -> PolicyEndpoint:
+    name: str, section: PolicySection, options: PolicyOptions, weights: Weights, engines: Sequence[Engine] | int = 1,
+    kind: type[PolicyEndpoint] = PolicyEndpoint,
+) -> PolicyEndpoint:  # fmt: skip
     """The engines and chat template of a policy. Its model comes from the cache or disk, else from the weight store.
 
-    Args: engines: they are there already, or how many to start.
+    Args: engines: they are there already, or how many to start. kind: another one for engines of other nodes, which
+    need no weights from here.
     Raises: ModelError: the model cannot be used.
     """
+
+    def built(directory: Path | str) -> Awaitable[PolicyEndpoint]:
+        return in_thread(lambda: _endpoint(kind, name, section, options, directory, engines), f"engine-{name}")
+
     if section.remote:
-        return await in_thread(lambda: _endpoint(name, section, options, section.model, engines), f"engine-{name}")
+        return await built(section.model)
     try:
         directory = await in_thread(lambda: directory_of(section.model, options.cache, options.seed), f"model-{name}")
     except ModelError as error:
@@ -174,8 +189,8 @@ async def start_policy(
             ) from error  # fmt: skip
         log.info("%s; waiting for the published files of %s instead", error, name)
     else:
-        endpoint = await in_thread(lambda: _endpoint(name, section, options, directory, engines), f"engine-{name}")
-        if section.frozen:
+        endpoint = await built(directory)
+        if section.frozen and kind is PolicyEndpoint:
             load = _load if isinstance(engines, int) else _load_base
             await asyncio.wrap_future(await in_thread(lambda: load(endpoint.engine, directory), f"weights-{name}"))
         return endpoint
@@ -183,7 +198,7 @@ async def start_policy(
     with tempfile.TemporaryDirectory(prefix=f"astraflow-{name}-") as place:
         published = Path(place)
         await in_thread(lambda: _write(fetched, published, name, section.model), f"model-{name}")
-        return await in_thread(lambda: _endpoint(name, section, options, published, engines), f"engine-{name}")
+        return await built(published)
 
 
 def _load(engine: Engine, directory: Path) -> Future[int]:
@@ -221,14 +236,15 @@ def _write(fetched: Fetched, directory: Path, name: str, model: str) -> None:
 
 
 def _endpoint(
-    name: str, section: PolicySection, options: PolicyOptions, directory: Path | str, engines: Sequence[Engine] | int
-) -> PolicyEndpoint:
+    kind: type[PolicyEndpoint], name: str, section: PolicySection, options: PolicyOptions, directory: Path | str,
+    engines: Sequence[Engine] | int,
+) -> PolicyEndpoint:  # fmt: skip
     """`directory`: of the model, or its name at a service, for which characters are tokens."""
     chat: ChatTokenizer | Transcript = Transcript() if section.remote else ChatTokenizer(directory)
     if isinstance(engines, int):
         engines = [start_engine(name, section, options, directory) for _ in range(engines)]
     parser = parser_for(section.tool_parser, chat, f"policies.{name}.tool_parser")
-    return PolicyEndpoint(engines[0], chat, parser, None, section.sampling.agents_choose, engines[1:])
+    return kind(engines[0], chat, parser, None, section.sampling.agents_choose, engines[1:])
 
 
 def start_engine(

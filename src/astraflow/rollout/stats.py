@@ -23,7 +23,9 @@ class NodeStats:
     episodes_failed/<kind>, calls, loop_cpu_s (CPU of the event loop's thread: gateway, runner and channels, all calls
     together), workers_restarted, edits and edits_refused (of the workflow's files), weight_failures, unreachable,
     commits/<result>, gateway/<counter>. With `weights.check`, weights_checked: versions compared with what the engine
-    computes with; weights_wrong: those with which it does not. With a door, swarm/... (`Swarm.stats`).
+    computes with; weights_wrong: those with which it does not. With a door, swarm/... (`Swarm.stats`). Where policies
+    are reached on other nodes, far_requests, far_tokens (counted there in sampled_tokens too), and far_lost: requests
+    that went on at another node.
     """
 
     def __init__(self, committer: Committer) -> None:
@@ -75,6 +77,9 @@ class NodeStats:
         for check in (each.check for each in weights if each.check is not None):
             for name, count in check.counts.items():
                 stats[name] = stats.get(name, 0.0) + count
+        for far in (each for engines in self._serving.far.values() for each in engines):
+            for name, value in far.counts.items():
+                stats[name] = stats.get(name, 0.0) + value
         stats.update(gateway.stats())
         for kind, count in sum((runner.endings for runner in runners), Counter[str]()).items():
             name = f"episodes_{kind}" if kind in ("done", "cancelled") else f"episodes_failed/{kind}"

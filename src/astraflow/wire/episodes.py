@@ -83,6 +83,7 @@ def encode_episodes(
                 metrics=episode.metrics,
                 wall_s=episode.wall_s,
                 code=episode.code,
+                engines=episode.engines,
             )
         )
         group_id = episode_id.rpartition("/")[0] or task.group_id

@@ -81,6 +81,14 @@ class Join(msgspec.Struct, kw_only=True):
     host: Label = ""
 
 
+class Offer(msgspec.Struct, frozen=True):
+    """Engines of a policy on a node, which other nodes may ask (`wire.streams.engines`)."""
+
+    url: Id
+    host: Label  # as in Join
+    engine: Label  # "<engine>@<node>"
+
+
 class JoinReply(msgspec.Struct):
     """How often to call, and the weights to fetch first."""
 
@@ -95,6 +103,8 @@ class Heartbeat(msgspec.Struct, kw_only=True):
     versions: dict[str, int] = {}  # policy -> version in force on the node
     playing: list[tuple[Id, int]] = []  # (episode id, attempt) of all that the node plays or will play
     notes: dict[Label, Note] = {}  # for people: "code" (version in force), "edit" (why the newest is not)
+    offers: dict[Id, Offer] = {}  # policy -> its engines here, for others
+    lacks: list[Id] = []  # policies that have no engine here: who offers one?
 
 
 class HeartbeatReply(msgspec.Struct):
@@ -103,6 +113,7 @@ class HeartbeatReply(msgspec.Struct):
     versions: dict[str, WeightVersion]
     cancelled: list[tuple[str, int]] = []  # of `playing`: no longer held; stop playing this attempt, not a later one
     finished: bool = False  # the run is over: leave
+    offers: dict[str, list[Offer]] = {}  # of each of `lacks`, by all other nodes
 
 
 class Relay(msgspec.Struct, kw_only=True):
@@ -157,6 +168,7 @@ class EpisodeHeader(msgspec.Struct, kw_only=True):
     metrics: dict[str, Number] = {}
     wall_s: float = 0.0
     code: Code = ""  # version of the code that played it; "": not known
+    engines: dict[Id, Label] = {}  # of policies that another engine sampled than EpisodesHeader says
 
 
 class NextLeases(msgspec.Struct):

@@ -42,6 +42,19 @@ def test_bounds_of_the_load_that_cross() -> None:
     assert problem.startswith("rollout.nodes.1.min_concurrency=9 must be <= concurrency=8")
 
 
+def test_policies_that_a_node_serves() -> None:
+    assert problems({"serves": ["actor"], "listen": "10.0.0.5:7801"}, {"listen": "[::1]:0", "workers": 0}) == []
+    unknown, idle = problems({"serves": ["judge"], "engines": {"actor": {"dtype": "bfloat16"}}})
+    assert unknown == "rollout.nodes.0.serves='judge' names no policy of this run; known: actor"
+    assert idle.startswith("rollout.nodes.0.engines.actor has no effect, as rollout.nodes.0.serves=['judge'] leaves it")
+
+
+@pytest.mark.parametrize("listen", ["7801", "host:", "host:70000", "0.0.0.0:7801", "[::]:1"])
+def test_addresses_by_which_nobody_reaches_a_node(listen: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.nodes.0.listen.*must be"):
+        check_run(raw_of({"listen": listen}), "run file")
+
+
 @pytest.fixture
 def frozen_remote(monkeypatch: pytest.MonkeyPatch) -> None:
     poor = Ability(("bfloat16",), "bfloat16", adapters=False, whole_logprobs=False, versions=False)

@@ -45,7 +45,8 @@ async def test_a_node_without_the_base_of_an_adapter_says_so(tmp_path):
 
 def types_of(config, node, **given):
     engines = {name: EngineSection.model_validate(engine) for name, engine in given.items()}
-    return {name: policy.engine.model_dump() for name, policy in served_here(config, node, engines).policies.items()}
+    here, _ = served_here(config, node, engines)
+    return {name: policy.engine.model_dump() for name, policy in here.policies.items()}
 
 
 def test_a_node_serves_by_the_engines_of_its_name_or_those_that_it_is_given(tmp_path):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from astraflow.config.rooms import WEIGHING_CORRECTIONS
-from astraflow.config.schema import EngineSection, PolicySection, RunConfig
+from astraflow.config.schema import EngineSection, NodeSection, PolicySection, RunConfig
 
 _CUTS = ("top_p", "top_k", "min_p")
 _WIDE_CLIP = 0.01  # above it, the rounding of half precision does not decide what gspo clips
@@ -62,12 +62,26 @@ def engine_problems(config: RunConfig) -> list[str]:
     for name, policy in config.trained.items():
         problems += _correction_problems(f"policies.{name}.algorithm.engine_corrections", name, policy, config)
     for place, node in enumerate(config.rollout.nodes):
+        problems += _serves_problems(f"rollout.nodes.{place}", node, list(config.policies))
         if node.min_concurrency > node.concurrency:
             problems.append(
                 f"rollout.nodes.{place}.min_concurrency={node.min_concurrency} must be <= concurrency="
                 f"{node.concurrency}, between which the load decides; lower it, or use 0"
             )
     return problems
+
+
+def _serves_problems(where: str, node: NodeSection, policies: list[str]) -> list[str]:
+    problems = [
+        f"{where}.serves={name!r} names no policy of this run; known: {', '.join(policies)}"
+        for name in node.serves
+        if name not in policies
+    ]
+    return problems + [
+        f"{where}.engines.{name} has no effect, as {where}.serves={node.serves} leaves it out; add it there"
+        for name in node.engines
+        if node.serves and name in policies and name not in node.serves
+    ]
 
 
 def engines_of(config: RunConfig) -> Iterator[tuple[str, str, EngineSection]]:

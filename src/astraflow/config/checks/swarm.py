@@ -22,8 +22,11 @@ def swarm_problems(config: RunConfig) -> list[str]:
     problems, swarm = [], config.rollout.swarm
     for place, node in enumerate(config.rollout.nodes):
         workers = f"rollout.nodes.{place}.workers={node.workers}"
-        if not node.workers and swarm is None:
-            problems.append(f"{workers} leaves nobody who plays; use 1 or more, or open a door by [rollout.swarm]")
+        if not node.workers and swarm is None and not (node.serves or node.listen):
+            problems.append(
+                f"{workers} leaves nobody who plays; use 1 or more, open a door by [rollout.swarm], or let other nodes "
+                "use its engines by serves or listen"
+            )
         if node.workers and config.workflow.type == ELSEWHERE:
             problems.append(
                 f"{workers} must be 0: workflow.type='{ELSEWHERE}' lives with clients of the swarm; set it to 0, or "

@@ -16,11 +16,11 @@ def check_base(url: str) -> None:
     """Raises: HttpError: 422: no HTTP server can be there, or all would read its password."""
     parts = _split(url)
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or _plain(url) is None:
-        raise HttpError(422, f"url={_shown(url)} must be http://host:port of the relay; give it with --url")
-    if "@" in parts.netloc or "?" in url or "#" in url:
         raise HttpError(
-            422, f"url={_shown(url)} must have no user, query or fragment; give http://host:port with --url"
+            422, f"url={_shown(url)} must be http://host:port by which others reach it; see docs/protocol.md"
         )
+    if "@" in parts.netloc or "?" in url or "#" in url:
+        raise HttpError(422, f"url={_shown(url)} must have no user, query or fragment; give http://host:port")
 
 
 def check_stores(urls: Iterable[str]) -> None:

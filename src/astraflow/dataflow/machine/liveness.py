@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from astraflow.config.stages import StagePlan
 from astraflow.dataflow.machine.commands import Expire
 from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.records import split_id
+from astraflow.wire.messages import Offer
 
 LONGEST_LEASE = 10
 """A worker that lives may keep rows this many times `lease_s`, so that one that hangs holds nobody up."""
@@ -23,6 +24,7 @@ class Seen:
     stats: dict[str, float] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)  # nodes: version in force per policy
     notes: dict[str, str] = field(default_factory=dict)  # nodes: for people
+    offers: dict[str, Offer] = field(default_factory=dict)  # nodes: policy -> its engines there, for other nodes
     stores: dict[str, int] = field(default_factory=dict)  # trainers: newest version of stores that come later
     silent: bool = False  # trainers: already reported
 
@@ -60,6 +62,12 @@ class Liveness:
         seen = self.nodes.setdefault(node_id, Seen(now))
         seen.at = now
         return seen
+
+    def offers(self, asking: str, policies: Iterable[str]) -> dict[str, list[Offer]]:
+        """Policy -> engines of it on all other nodes of the pool."""
+        known = self._context.state.nodes
+        others = [seen for node_id, seen in self.nodes.items() if node_id != asking and node_id in known]
+        return {name: [seen.offers[name] for seen in others if name in seen.offers] for name in policies}
 
     def hear_trainer(self, policy: str, now: float) -> Seen:
         """A request of the policy's trainer arrived."""

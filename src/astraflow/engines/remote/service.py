@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from astraflow.engines.remote.verdicts import Verdict
-from astraflow.engines.served.http import Lost, Refused, Web
 from astraflow.errors import EngineError
 from astraflow.observe.redact import redact_text
+from astraflow.wire.streams.web import Lost, Refused, Web
 
 log = logging.getLogger(__name__)
 _PATH = "/chat/completions"

@@ -24,7 +24,6 @@ import numpy as np
 
 from astraflow.contracts import TokenSink
 from astraflow.engines.requests import check_sampling, checked_prompt
-from astraflow.engines.served.http import Lost
 from astraflow.engines.served.keeper import Keeper, Limits
 from astraflow.engines.served.loop import LoopThread
 from astraflow.engines.served.process import Host
@@ -33,6 +32,7 @@ from astraflow.engines.served.server import Ask, Model
 from astraflow.engines.served.shadow import Shadow
 from astraflow.errors import AstraFlowError, EngineError, ModelError
 from astraflow.types import Adapter, EffectiveWeights, FinishReason, Generation, Sampling
+from astraflow.wire.streams.web import Lost
 
 R = TypeVar("R")
 log = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from astraflow.engines.served.http import Lost, Refused
 from astraflow.engines.served.process import Host
 from astraflow.engines.served.request import Request
 from astraflow.engines.served.server import Comparison, Server
 from astraflow.errors import AstraFlowError, EngineError, LaunchError
+from astraflow.wire.streams.web import Lost, Refused
 
 log = logging.getLogger(__name__)
 _GONE_S = 1.0

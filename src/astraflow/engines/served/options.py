@@ -14,12 +14,12 @@ from astraflow.config.env import secret_from_env
 from astraflow.engines.fleet import one_of
 from astraflow.engines.launching import Argument, Said, check_arguments, vocab_size
 from astraflow.engines.requests import require
-from astraflow.engines.served.http import Web
 from astraflow.engines.served.keeper import Limits
 from astraflow.engines.served.process import Attached, Command, Host, Launched
 from astraflow.engines.served.server import Model, Server
 from astraflow.engines.served.shadow import Shadow
 from astraflow.models.chat import eos_ids
+from astraflow.wire.streams.web import Web
 
 
 class Argv(Protocol):

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Protocol
 
 from astraflow.engines.launching import Said, explained
-from astraflow.engines.served.http import Lost, Refused, Web
 from astraflow.engines.served.server import Server
 from astraflow.errors import EngineError, LaunchError
 from astraflow.observe.redact import redact_text
+from astraflow.wire.streams.web import Lost, Refused, Web
 
 log = logging.getLogger(__name__)
 _ASK_S, _POLL_S = 5.0, 0.1

@@ -62,7 +62,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class Server(Protocol):
-    """A server that answers. Raises of all methods: `http.Lost`, `http.Refused`."""
+    """A server that answers. Raises of all methods: `web.Lost`, `web.Refused`."""
 
     counts: bool
     """At a pause it says how many tokens each generation has sampled. False: a pause ends generations, and what is left

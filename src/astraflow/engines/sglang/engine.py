@@ -10,12 +10,12 @@ from typing import Any
 from astraflow.engines.launching import Argument
 from astraflow.engines.requests import GREEDY_BELOW, check_sampling, require
 from astraflow.engines.served.engine import ServedEngine
-from astraflow.engines.served.http import Web
 from astraflow.engines.served.options import ServedOptions, signature_of
 from astraflow.engines.served.shadow import Shadow
 from astraflow.engines.sglang.command import SGLANG
 from astraflow.engines.sglang.protocol import SglangServer
 from astraflow.types import Sampling
+from astraflow.wire.streams.web import Web
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,10 @@ import msgspec
 import xxhash
 
 from astraflow.engines.requests import GREEDY_BELOW
-from astraflow.engines.served.http import Lost, Refused, Web
 from astraflow.engines.served.server import UNLABELLED, Ask, Comparison, Piece, Span, decoded, version_of
 from astraflow.engines.sglang.command import check_version
 from astraflow.errors import EngineError
+from astraflow.wire.streams.web import Lost, Refused, Web
 
 _decoded = partial(decoded, "sglang", "use SGLang 0.5.23")
 _LOOK_S, _LONG_S = 10.0, 600.0

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from astraflow.engines.launching import Argument
 from astraflow.engines.requests import require
 from astraflow.engines.served.engine import ServedEngine
-from astraflow.engines.served.http import Web
 from astraflow.engines.served.options import ServedOptions, signature_of
 from astraflow.engines.served.shadow import Shadow
 from astraflow.engines.vllm.command import VLLM
 from astraflow.engines.vllm.protocol import VllmServer
+from astraflow.wire.streams.web import Web
 
 
 @dataclass(frozen=True, kw_only=True)

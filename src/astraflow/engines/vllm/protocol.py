@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from astraflow.engines.served.http import Refused, Web
 from astraflow.engines.served.server import Ask, Comparison, Piece, Span, decoded, version_of
 from astraflow.errors import EngineError
+from astraflow.wire.streams.web import Refused, Web
 
 R = TypeVar("R")
 _decoded = partial(decoded, "vllm", "use vLLM 0.32")

@@ -56,7 +56,7 @@ class Gateway:
     def open_episode(self, lease: EpisodeLease) -> str:
         """A new key, valid until `close_episode`. Every policy of the lease that this gateway serves can be used."""
         captures = {
-            name: PolicyCapture(name, endpoint.of(lease.group_id), lease.sampling[name])
+            name: PolicyCapture(name, endpoint.of(lease), lease.sampling[name])
             for name, endpoint in self._policies.items()
             if name in lease.sampling
         }

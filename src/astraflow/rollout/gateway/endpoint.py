@@ -13,7 +13,7 @@ import xxhash
 from astraflow.contracts import Engine
 from astraflow.rollout.gateway.calls.options import check_tools
 from astraflow.rollout.gateway.tools import ToolParser
-from astraflow.types import Message
+from astraflow.types import EpisodeLease, Message
 
 Tools = list[dict[str, Any]] | None
 K = TypeVar("K")
@@ -67,14 +67,14 @@ class PolicyEndpoint:
         self._ids: dict[str, np.ndarray] = {}
         self._good_tools: dict[bytes, None] = {}
 
-    def of(self, group: str) -> PolicyEndpoint:
-        """As it serves the episodes of a group: by one of its engines that have weights, the same for all of them as
-        long as these have the same versions."""
+    def of(self, lease: EpisodeLease) -> PolicyEndpoint:
+        """As it serves an episode: by one of its engines that have weights, the same for all of a group as long as
+        these have the same versions."""
         if len(self.engines) == 1:
             return self
         ready = [engine for engine in self.engines if engine.version >= 0] or self.engines[:1]
         chosen = copy(self)
-        chosen.engine = ready[xxhash.xxh3_64_intdigest(group.encode()) % len(ready)]
+        chosen.engine = ready[xxhash.xxh3_64_intdigest(lease.group_id.encode()) % len(ready)]
         return chosen
 
     def _check_tools(self, tools: list[dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -19,12 +19,18 @@ def number_of_engines(config: RunConfig, policy: str) -> int:
     return 1 if copy is None else copy.keep
 
 
-def groups(config: RunConfig) -> list[list[str]]:
-    """Policies of one base and with equal engine settings that differ by adapters, where they need several engines."""
+def groups(config: RunConfig, served: Collection[str] | None = None) -> list[list[str]]:
+    """Of those that a node serves (None: all), policies of one base and with equal engine settings that differ by
+    adapters, where they need several engines."""
     found: dict[str, list[str]] = {}
     for name, section in config.policies.items():
         ability = ABILITIES.get(section.engine.type)
-        if ability is None or not ability.shares_base or not (config.lora_of(name) or section.frozen):
+        if (
+            (served is not None and name not in served)
+            or ability is None
+            or not ability.shares_base
+            or not (config.lora_of(name) or section.frozen)
+        ):
             continue
         key = json.dumps([config.base_of(name), section.engine.model_dump()], sort_keys=True)
         found.setdefault(key, []).append(name)
@@ -34,12 +40,14 @@ def groups(config: RunConfig) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def shared_engines(config: RunConfig, options: PolicyOptions) -> Iterator[tuple[str, list[Engine]]]:
-    """Policy -> its engines, for those that share; the base is loaded once for all of a group.
+def shared_engines(
+    config: RunConfig, options: PolicyOptions, served: Collection[str]
+) -> Iterator[tuple[str, list[Engine]]]:
+    """Policy -> its engines, for those of `served` that share; the base is loaded once for all of a group.
 
     Raises: ModelError: a base is not on this node, or cannot be run.
     """
-    for names in groups(config):
+    for names in groups(config, served):
         first = config.policies[names[0]].model_copy(update={"model": config.base_of(names[0])})
         directory: Path = directory_of(first.model, options.cache, options.seed)
         count = sum(number_of_engines(config, name) for name in names)

@@ -14,7 +14,7 @@ from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.gateway.tools import NoParser
 from astraflow.rollout.policies import Weights
 from astraflow.rollout.serving.past import Past
-from astraflow.types import WeightVersion
+from astraflow.types import EpisodeLease, Task, WeightVersion
 from astraflow.weights.client import WeightClient
 from astraflow.weights.store import FileStore, Pins
 
@@ -98,11 +98,18 @@ def endpoint() -> PolicyEndpoint:
     return PolicyEndpoint(first, _Chat(), NoParser(), None, (), others)  # type: ignore[arg-type]
 
 
+def lease_of(group: str) -> EpisodeLease:
+    task = Task("train", 0, 0, {})
+    return EpisodeLease(
+        episode_id=f"{group}/0", group_id=group, attempt=1, task=task, timeout_s=1.0, min_versions={}, sampling={}
+    )
+
+
 def test_a_group_meets_one_opponent_and_all_opponents_are_met(endpoint: PolicyEndpoint) -> None:
     groups = [f"train/{row}/0" for row in range(60)]
-    assert {endpoint.of(group).engine for group in groups} == {endpoint.engines[0]}, "the others have no weights"
+    assert {endpoint.of(lease_of(g)).engine for g in groups} == {endpoint.engines[0]}, "the others have no weights"
     for version, engine in enumerate(endpoint.engines[1:]):
         engine.load_weights(version, {}).result(0)
-    assert {endpoint.of(group).engine for group in groups} == set(endpoint.engines[1:])
-    assert all(endpoint.of(group).engine is endpoint.of(group).engine for group in groups)
+    assert {endpoint.of(lease_of(group)).engine for group in groups} == set(endpoint.engines[1:])
+    assert all(endpoint.of(lease_of(group)).engine is endpoint.of(lease_of(group)).engine for group in groups)
     assert endpoint.engine is endpoint.engines[0], "it is not changed itself"

@@ -120,7 +120,8 @@ def episode_commits(header: EpisodesHeader, facts: RowFacts, put: Put | None) ->
     commits, start, key = [], 0, put.key if put is not None else 0
     for episode in header.episodes:
         end = start + episode.num_rows
-        parts = _parts(facts, start, end, key, header.engines)
+        engines = {**header.engines, **episode.engines} if episode.engines else header.engines
+        parts = _parts(facts, start, end, key, engines)
         error = episode.error if episode.error is None else episode.error[:_ERROR_CHARS]
         commits.append(EpisodeCommit(episode.episode_id, episode.attempt, error, episode.metrics, parts, episode.code))
         start = end

@@ -1,4 +1,4 @@
-"""Requests of an engine to its server, on an event loop: JSON there, JSON or a stream of events back."""
+"""Requests of an engine to a server, on an event loop: JSON there, JSON or a stream of events back."""
 
 from __future__ import annotations
 
