@@ -8,15 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from starlette.types import ASGIApp
-
 from astraflow.errors import AstraFlowError
-from astraflow.wire.app import serve
 
 R = TypeVar("R")
 log = logging.getLogger("astraflow.node")
@@ -68,23 +64,6 @@ async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def serve_within(
-    tasks: Guarded, closing: contextlib.AsyncExitStack, name: str, app: ASGIApp, sock: socket.socket
-) -> str:
-    """Serves `app` on a bound socket as one of `tasks`, until `closing` ends it; gives its URL."""
-    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    stop = asyncio.Event()
-    closing.callback(sock.close)
-    server = tasks.spawn(name, serve(app, sock, url.set_result, stop))
-
-    async def end() -> None:
-        stop.set()
-        await asyncio.wait({server})
-
-    closing.push_async_callback(end)
-    return await url
 
 
 class Guarded:

@@ -16,8 +16,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from astraflow.contracts import Engine
+from astraflow.rollout.gateway.app import serve_within
 from astraflow.rollout.gateway.calls.wakeups import Wakeups
-from astraflow.rollout.loop import Guarded, serve_within
+from astraflow.rollout.loop import Guarded
 from astraflow.types import Generation
 from astraflow.wire.app import HttpError, bind, check_bind, create_app, json_reply, path_id, read_json
 from astraflow.wire.streams.engines import Asked, EngineState, Lent, Piece

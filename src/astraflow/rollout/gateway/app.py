@@ -6,11 +6,16 @@ that hangs up cancels its call.
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from astraflow.errors import AstraFlowError, GatewayError
 from astraflow.rollout.gateway.core import Gateway
@@ -19,6 +24,8 @@ from astraflow.rollout.gateway.dialects.anthropic import routes as anthropic
 from astraflow.rollout.gateway.dialects.completions import routes as completions
 from astraflow.rollout.gateway.dialects.errors import error_reply
 from astraflow.rollout.gateway.dialects.responses import routes as responses
+from astraflow.rollout.loop import Guarded
+from astraflow.wire.app import serve
 
 _DIALECTS = (chat, completions, responses, anthropic, models)
 
@@ -51,3 +58,18 @@ def _on_http_error(request: Request, error: Exception) -> Response:
     path = f"{request.method} {request.url.path}"
     fix = "see docs/gateway.md for the paths of each dialect"
     return error_reply(request, GatewayError("path", path, str(error.detail), fix, error.status_code))
+
+
+async def serve_within(tasks: Guarded, closing: AsyncExitStack, name: str, app: ASGIApp, sock: socket.socket) -> str:
+    """Serves `app` on a bound socket as one of `tasks`, until `closing` ends it; gives its URL."""
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    closing.callback(sock.close)
+    server = tasks.spawn(name, serve(app, sock, url.set_result, stop))
+
+    async def end() -> None:
+        stop.set()
+        await asyncio.wait({server})
+
+    closing.push_async_callback(end)
+    return await url
