@@ -36,6 +36,7 @@ def test_a_team_trains_two_steps(path: Path, tmp_path: Path, run: Callable[..., 
     small = [f"--policies.{name}.batch.groups=2" for name in config.trained]
     small += [f"--policies.{name}.operators=['keep_all']" for name in config.trained]
     small += [f"--policies.{name}.warm_start.steps=8" for name, p in config.trained.items() if p.warm_start is not None]
+    small += ["--evaluation.num_tasks=2"] if config.evaluation is not None else []
     ended = run(tmp_path, str(path), *SMALL, *small)
     assert ended.code == 0, ended.words()
     made = {name: [row["step"] for row in ended.steps() if row["policy"] == name] for name in config.trained}
