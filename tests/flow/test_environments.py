@@ -52,7 +52,7 @@ max_attempts = 6"""
     summary = run.summary()
     account = summary["accounting"]
     assert account["admitted"] == account["trained"] + sum(account["dropped"].values()) + account["in_flight"]
-    assert account["trained"] == 12 and not account["dropped"], "each found an environment that worked"
+    assert account["trained"] == 12 and set(account["dropped"]) <= {"stale"}, "each found an environment that worked"
     assert {"env_error"} <= set(summary["errors"]) <= {"env_error", "env_timeout"}, summary["errors"]
     assert "environment world_faults:Flaky: " in run.words(), "kills are in the log"
 

@@ -87,11 +87,11 @@ class Side:
                 first = _read(await process.stdout.readline()) if process.stdout else None
         except TimeoutError:
             await _ended(process)
-            await errors
+            await asyncio.gather(errors, _rest(process))
             raise EpisodeError(f"env_timeout: {self._argv[1]} was not ready in {self._start_s:g} s") from None
         if first is None or not first.tasks:
             await _ended(process)
-            await errors
+            await asyncio.gather(errors, _rest(process))
             why = first.problem if first is not None and first.problem else self._errors.decode(errors="replace")
             raise EpisodeError(f"env_error: {self._argv[1]} did not begin: {why.strip()[-_SHOWN:]}")
         self._process = process
@@ -131,6 +131,11 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
     if process.stdin is not None:
         process.stdin.close()
     await process.wait()
+
+
+async def _rest(process: asyncio.subprocess.Process) -> bytes:
+    """To the end of its output, so that its pipe is closed."""
+    return await process.stdout.read() if process.stdout is not None else b""
 
 
 def _read(line: bytes) -> Told | None:
