@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ needs_gym = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None,
     reason="reasoning-gym is not here: pip install 'astraflow[reasoning-gym]'",
 )
+LUCKY = 2  # of the 100 rows of EASY that a random policy answers
 EASY = ("chain_sum", "leg_counting", "number_sequence", "simple_equations", "countdown")
 
 
@@ -109,6 +111,14 @@ def test_demonstrations_are_of_train_questions_and_partly_right():
 
 
 @needs_gym
+def test_questions_may_be_made_from_what_an_entry_says(made):
+    row = made.row(0)
+    assert row["num_terms"] >= 2 and row["expression"] in row["question"]
+    short = ReasoningGymSource(datasets=["chain_sum"], size=4, question="{expression}=").row(0)
+    assert short == {**row, "question": f"{row['expression']}="}
+
+
+@needs_gym
 def test_levels_are_pools_of_the_curriculum():
     source = ReasoningGymSource(datasets=["chain_sum"], levels=[0, 2, 5], size=30)
     rows = rows_of(source)
@@ -137,12 +147,13 @@ def test_levels_are_pools_of_the_curriculum():
         ({"datasets": ["chain_sum"], "levels": [-1]}, ["levels", "-1"]),
         ({"datasets": ["chain_sum"], "size": 0}, ["size", "0"]),
         ({"datasets": ["chain_sum"], "right": 2.0}, ["right", "2.0"]),
+        ({"datasets": ["chain_sum"], "question": "{terms}"}, ["question", "terms", "num_terms"]),
         ({"datasets": ["chain_sum"], "split": "test"}, ["split", "test"]),
     ],
 )
 def test_what_is_wrong_is_named_before_anything_starts(options, words):
     with pytest.raises(SourceError) as error:
-        ReasoningGymSource(**options)
+        ReasoningGymSource(**options).row(0)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
@@ -165,6 +176,9 @@ async def test_the_oracle_gets_1_and_the_null_policy_0(made):
         assert score.reward == 1.0  # of its own scorer, too: the entry that the reward made again is the same
     wrong = [(await graded(reward, "-123456", row)).reward for row in rows_of(made)]
     assert max(wrong) < 0.5
+    rng = random.Random("random policy")
+    lucky = [(await graded(reward, str(rng.randrange(-9, 19)), row)).metrics["success"] for row in rows_of(made)]
+    assert sum(lucky) == LUCKY
 
 
 @needs_gym
