@@ -16,9 +16,18 @@ from astraflow.errors import ConfigError, EpisodeError, LaunchError
 
 if TYPE_CHECKING:
     from astraflow.config.schema import RunConfig
+    from astraflow.launch.evaluation.run import Side
+    from astraflow.launch.rundir import RunDirectory
 
 Model = Annotated[
     str, typer.Argument(help="A run directory (its newest checkpoint), a model directory, or a built-in model name.")
+]
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="A run directory (its newest checkpoint), a model directory, a built-in model, NAME@URL, or a run file or "
+        "recipe (its own models, or those of --model)."
+    ),
 ]
 RecipeOption = Annotated[
     str, typer.Option("--recipe", help="Run file with sources and workflow; default: that of the run directory.")
@@ -84,24 +93,61 @@ def sft(
 
 def evaluate(
     ctx: typer.Context,
-    model: Model,
+    target: Target,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="Like TARGET; may be repeated: all are compared with the first.")
+    ] = None,
     recipe: RecipeOption = "",
-    source: Source = "",
+    source: Annotated[
+        list[str] | None, typer.Option("--source", help="May be repeated. Default: as of [evaluation], else training.")
+    ] = None,
     policy: Policy = "",
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Episodes of each task.")] = 1,
-    temperature: Temperature = 0.0,
-    num_tasks: Annotated[int, typer.Option("--num-tasks", min=0, help="First tasks of the source; 0: all.")] = 0,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Episodes of each task: k.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0.0, help="Default: that of [evaluation], else 0: greedy.")
+    ] = None,
+    num_tasks: Annotated[int, typer.Option("--num-tasks", min=0, help="First tasks of a source; 0: all.")] = 0,
     concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Episodes played at once.")] = 64,
+    key_env: Annotated[str, typer.Option("--key-env", help="Variable with the key of the services.")] = "",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Directory of the results. Default: evals/RUN-MARK; goes on there.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print results.json instead of the table.")] = False,
 ) -> None:
-    """Measure a model on the tasks of a source and print the result as JSON."""
-    from astraflow.launch.play import PlayOptions, measure, play, tasks_of
+    """Measure models on tasks, without a run: avg@k and pass@k with intervals, side by side on the same tasks.
 
-    config, models = open_model(model, recipe, policy, ctx.args)
-    chosen = source or default_source(config)
-    tasks = tasks_of(config, chosen, num_tasks)
-    episodes = play(config, models, tasks, PlayOptions(samples, temperature, concurrency))
-    result = {"model": models, "source": chosen, "tasks": len(tasks), "samples": samples, "temperature": temperature}
-    typer.echo(json.dumps(result | measure(episodes), indent=2))
+    What was played is kept and not played again when the same command is given again.
+    """
+    from astraflow.launch.evaluation.run import Evaluation
+    from astraflow.launch.evaluation.run import evaluate as play_all
+    from astraflow.launch.evaluation.table import lines_of
+    from astraflow.launch.play import PlayOptions
+
+    names = list(model or [])
+    if is_run_file(target):
+        recipe = recipe or target
+    else:
+        names.insert(0, target)
+        run = run_at(target)
+        recipe = recipe or (str(run.config_file) if run is not None else "")
+    sides = [open_side(name, recipe, policy, ctx.args, key_env) for name in names or [target]]
+    config = sides[0].config
+    if temperature is None:
+        temperature = config.evaluation.temperature if config.evaluation is not None else 0.0
+    if samples > 1 and temperature == 0.0:
+        typer.echo("temperature=0 lets a model say the same in every sample; give --temperature", err=True)
+    wanted = Evaluation(
+        config, sides, list(dict.fromkeys(source or [default_source(config)])), num_tasks,
+        PlayOptions(samples, temperature, concurrency),
+    )  # fmt: skip
+    path = out or wanted.default_path
+    results = play_all(wanted, path)
+    if as_json:
+        typer.echo((path / "results.json").read_text(encoding="utf-8"), nl=False)
+        return
+    for line in lines_of(results, samples):
+        typer.echo(line)
+    typer.echo(f"[low, high]: 95 %; every task is in {path / 'results.json'}")
 
 
 def try_out(
@@ -177,13 +223,9 @@ def open_model(model: str, recipe: str, policy: str, overrides: list[str]) -> tu
     Raises: LaunchError: no run file is known, a run has no checkpoint yet. ModelError: no such model.
     """
     from astraflow.config.env import cache_dir
-    from astraflow.launch.rundir import RunDirectory
     from astraflow.models.registry import model_directory
 
-    path = Path(model).expanduser()
-    run = next(
-        (RunDirectory(p) for p in (path, *path.resolve().parents[2:3]) if (p / "run.resolved.json").is_file()), None
-    )
+    path, run = Path(model).expanduser(), run_at(model)
     if not recipe and run is None:
         raise LaunchError(
             "model", model, "belongs to no run directory, so its tasks are not known", "name them with --recipe"
@@ -206,6 +248,52 @@ def open_model(model: str, recipe: str, policy: str, overrides: list[str]) -> tu
         p: m if config.policies[p].remote else str(model_directory(m, cache_dir(), config.run.seed))
         for p, m in models.items()
     }
+
+
+def run_at(model: str) -> RunDirectory | None:
+    """The run that this is, or that this checkpoint is of."""
+    from astraflow.launch.rundir import RunDirectory
+
+    path = Path(model).expanduser()
+    places = (path, *path.resolve().parents[2:3])
+    return next((RunDirectory(p) for p in places if (p / "run.resolved.json").is_file()), None)
+
+
+def is_run_file(target: str) -> bool:
+    """It says what to play, and is no model."""
+    from astraflow.config.recipes import recipe_names
+
+    return Path(target).expanduser().is_file() or (not Path(target).exists() and target in recipe_names())
+
+
+def open_side(name: str, recipe: str, policy: str, overrides: list[str], key_env: str) -> Side:
+    """One side of an evaluation: a model as `open_model` knows it, `MODEL@URL` at a service, or a run file as it is.
+
+    Raises: as `open_model`. LaunchError: no run file is known.
+    """
+    from astraflow.config.env import cache_dir
+    from astraflow.config.sections.policy import EngineSection
+    from astraflow.launch.evaluation.run import Side
+    from astraflow.models.registry import model_directory
+
+    model, at, url = name.rpartition("@")
+    if not (at and url.startswith(("http://", "https://"))) and not is_run_file(name):
+        return Side(name, *open_model(name, recipe, policy, overrides))
+    if not recipe:
+        raise LaunchError("--model", name, "says nothing of its tasks", "name them with --recipe")
+    config = open_run(recipe, overrides)
+    sections = dict(config.policies)
+    if not is_run_file(name):
+        served = choose_policy(config, policy)
+        engine = {"type": "remote", "url": url} | ({"key_env": key_env} if key_env else {})
+        update = {"model": model, "engine": EngineSection.model_validate(engine), "tool_parser": "auto"}
+        sections[served] = sections[served].model_copy(update=update)
+        config = config.model_copy(update={"policies": sections})
+    models = {
+        p: section.model if section.remote else str(model_directory(config.base_of(p), cache_dir(), config.run.seed))
+        for p, section in sections.items()
+    }
+    return Side(name, config, models)
 
 
 def choose_policy(config: RunConfig, policy: str) -> str:

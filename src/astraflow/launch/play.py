@@ -7,14 +7,14 @@ leases made here ─► runner ─► worker (your workflow) ─► gateway ─�
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from astraflow.config.env import cache_dir
 from astraflow.config.rooms import build
 from astraflow.config.schema import RunConfig
+from astraflow.contracts import Engine
 from astraflow.errors import SourceError
 from astraflow.models.chat import ChatTokenizer
 from astraflow.models.registry import model_directory
@@ -79,10 +79,25 @@ def choose_task(config: RunConfig, source: str, row: int, text: str) -> tuple[Ta
 
 
 def play(config: RunConfig, models: Mapping[str, str], tasks: Sequence[Task], options: PlayOptions) -> list[Episode]:
-    """Play every task `samples` times; episodes in the order of the tasks.
+    """Play every task `samples` times; episodes in the order of the tasks. See `play_leases`."""
+    episodes: list[Episode] = []
+    play_leases(config, models, list(leases_of(config, tasks, options)), options, episodes.append)
+    order = {task.group_id: place for place, task in enumerate(tasks)}
+    return sorted(episodes, key=lambda e: (order[e.task.group_id], e.episode_id))
+
+
+def play_leases(
+    config: RunConfig,
+    models: Mapping[str, str],
+    leases: Sequence[EpisodeLease],
+    options: PlayOptions,
+    on_episode: Callable[[Episode], None],
+) -> None:
+    """Play these; each is handed over when it ends, in no order.
 
     Args: models: policy -> model directory or built-in name, in place of those of the run file.
-    Raises: ModelError: a model cannot be used. AstraFlowError: the workflow cannot be built.
+    Raises: ModelError: a model cannot be used. EngineError: an engine ended. AstraFlowError: the workflow cannot be
+    built.
     """
     sections = {
         name: section
@@ -90,10 +105,7 @@ def play(config: RunConfig, models: Mapping[str, str], tasks: Sequence[Task], op
         else section.model_copy(update={"model": str(_directory(models.get(name, config.base_of(name)), config))})
         for name, section in config.policies.items()
     }
-    changed = config.model_copy(update={"policies": sections})
-    episodes = run_loop(_play(changed, list(leases_of(changed, tasks, options)), options))
-    order = {task.group_id: place for place, task in enumerate(tasks)}
-    return sorted(episodes, key=lambda e: (order[e.task.group_id], e.episode_id))
+    run_loop(_play(config.model_copy(update={"policies": sections}), leases, options, on_episode))
 
 
 def _directory(model: str, config: RunConfig) -> Path:
@@ -116,7 +128,9 @@ def leases_of(config: RunConfig, tasks: Sequence[Task], options: PlayOptions) ->
             )  # fmt: skip
 
 
-async def _play(config: RunConfig, leases: list[EpisodeLease], options: PlayOptions) -> list[Episode]:
+async def _play(
+    config: RunConfig, leases: Sequence[EpisodeLease], options: PlayOptions, on_episode: Callable[[Episode], None]
+) -> None:
     shared = PolicyOptions(cache_dir(), config.run.seed, NODE_ID, options.concurrency, options.threads)
     idle = WeightClient(None)  # the directories are known to be there: nothing is ever fetched
     endpoints = {
@@ -124,7 +138,7 @@ async def _play(config: RunConfig, leases: list[EpisodeLease], options: PlayOpti
         for name, section in config.policies.items()
     }
     workflow = config.workflow
-    gateway, over, episodes = Gateway(endpoints, workflow.call_timeout_s), asyncio.Event(), list[Episode]()
+    gateway, over = Gateway(endpoints, workflow.call_timeout_s), asyncio.Event()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = asyncio.create_task(serve(create_app(gateway), bind("127.0.0.1", 0, "gateway"), url.set_result, over))
     limits = PoolLimits()
@@ -135,12 +149,13 @@ async def _play(config: RunConfig, leases: list[EpisodeLease], options: PlayOpti
     pool = WorkerPool(1, hello, lambda: runner.start_waiting(), limits)
     runner = Runner(
         RunnerOptions(NODE_ID, options.concurrency, step_timeout_s=workflow.step_timeout_s), gateway,
-        {n: e.engine for n, e in endpoints.items()}, pool, episodes.append,
+        {n: e.engine for n, e in endpoints.items()}, pool, on_episode,
     )  # fmt: skip
     try:
         await pool.start()
         work = asyncio.create_task(_feed(runner, leases))
-        tasks = {work, *(asyncio.create_task(c) for c in (pool.watch(), runner.keep_deadlines(limits.pulse_s)))}
+        beside = (pool.watch(), runner.keep_deadlines(limits.pulse_s), *(_ended(e.engine) for e in endpoints.values()))
+        tasks = {work, *(asyncio.create_task(c) for c in beside)}
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
@@ -152,10 +167,14 @@ async def _play(config: RunConfig, leases: list[EpisodeLease], options: PlayOpti
         await server
         for endpoint in endpoints.values():
             endpoint.engine.close()
-    return episodes
 
 
-async def _feed(runner: Runner, leases: list[EpisodeLease]) -> None:
+async def _ended(engine: Engine) -> None:
+    """Raises: EngineError: why it serves nobody any more."""
+    raise await asyncio.wrap_future(engine.ended)
+
+
+async def _feed(runner: Runner, leases: Sequence[EpisodeLease]) -> None:
     """Hand out what there is room for until everything was played."""
     place = 0
     while place < len(leases):
@@ -179,29 +198,3 @@ def conversation(model: Path | None, episode: Episode, policy: str) -> list[tupl
             spans.append((sampled, []))
         spans[-1][1].append(token)
     return [(sampled, chat.decode(ids, skip_special_tokens=False)) for sampled, ids in spans]
-
-
-def measure(episodes: Iterable[Episode]) -> dict[str, Any]:
-    """Success and reward over the scored episodes, as an evaluation round of a run counts them, and what failed."""
-    rows = list(episodes)
-    scored = [(e, sum(rewards) / len(rewards)) for e in rows if (rewards := _rewards(e))]
-    errors: dict[str, int] = {}
-    for episode in rows:
-        if episode.error is not None:
-            kind = episode.error.partition(":")[0]
-            errors[kind] = errors.get(kind, 0) + 1
-    return {
-        "episodes": len(rows),
-        "scored": len(scored),
-        "success": _mean([e.metrics.get("success", float(reward >= 1.0)) for e, reward in scored]),
-        "reward": _mean([reward for _, reward in scored]),
-        "errors": errors,
-    }
-
-
-def _rewards(episode: Episode) -> list[float]:
-    return [t.reward for t in episode.trajectories if t.reward is not None and t.parent_branch < 0]
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None

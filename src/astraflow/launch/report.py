@@ -21,6 +21,7 @@ from astraflow.observe.jsonl import read_jsonl
 from astraflow.observe.summary import (
     Row,
     evals_of,
+    interval_of,
     law_holds,
     metric,
     rewards_of,
@@ -133,6 +134,8 @@ def _rounds(rounds: Sequence[Row]) -> list[str]:
         low, high = metric(row, "eval/min_version"), metric(row, "eval/max_version")
         used = "–" if low is None or high is None else f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
         numbers = [_number(metric(row, f"eval/{name}")) for name in ("success", "reward", "num_tasks")]
+        if (ends := interval_of(row)) is not None:
+            numbers[0] += f" [{_number(ends[0])}, {_number(ends[1])}]"
         at = _duration(metric(row, "time_s", "wall_s"))
         lines.append(f"| {row.get('step')} | {at} | {' | '.join(numbers)} | {used} |")
     return lines

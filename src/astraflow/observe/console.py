@@ -18,7 +18,7 @@ from astraflow.config.schema import RunConfig
 from astraflow.observe.health.watch import Watch
 from astraflow.observe.health.window import Limits
 from astraflow.observe.jsonl import JsonlTail
-from astraflow.observe.summary import Row, metric
+from astraflow.observe.summary import Row, interval_of, metric
 
 QUIET_S = 20.0
 """Without a terminal, a wait longer than this is said once per so many seconds."""
@@ -140,6 +140,8 @@ def eval_line(row: Row) -> str:
         value = metric(row, name)
         if value is not None:
             facts.append(f"{label} {value:.3f}")
+        if label == "success" and (ends := interval_of(row)) is not None:
+            facts.append(f"[{ends[0]:.3f}, {ends[1]:.3f}]")
     tasks, failed = metric(row, "eval/num_tasks"), metric(row, "eval/num_failed")
     facts.append(f"({tasks or 0:.0f} tasks" + (f", {failed:.0f} failed episodes)" if failed else ")"))
     return " ".join(facts)

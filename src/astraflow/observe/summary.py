@@ -48,6 +48,13 @@ def evals_of(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.get("kind") == "eval"]
 
 
+def interval_of(row: Row) -> tuple[float, float] | None:
+    """Of avg@k, in a row of an evaluation round."""
+    name = next((n.removesuffix("/low") for n in row if n.startswith("eval/avg@") and n.endswith("/low")), None)
+    low, high = metric(row, f"{name}/low"), metric(row, f"{name}/high")
+    return None if low is None or high is None else (low, high)
+
+
 def rewards_of(rows: Sequence[Row]) -> list[tuple[int, float, float]]:
     """Mean training reward by step."""
     return series(steps_of(rows), "reward/mean")

@@ -6,6 +6,7 @@ import pytest
 
 from astraflow.dataflow.machine import commands as c
 from astraflow.errors import DataflowError
+from astraflow.estimates import wilson
 from astraflow.testing.dataflow import Desk, check_law, small_config
 from astraflow.types import EpisodeLease
 from astraflow.wire import messages as m
@@ -85,12 +86,25 @@ def test_the_result_counts_successes_failures_and_versions(desk: Desk) -> None:
     desk.commit(by_task[2][1:], error="timeout: slow")
     (result,) = desk.machine.state.results
     assert result["eval/reward"] == pytest.approx(3.0 / 5)
-    assert result["eval/avg@2"] == pytest.approx(2 / 5)
-    assert result["eval/pass@2"] == pytest.approx(2 / 3)
+    assert result["eval/success"] == pytest.approx(2 / 5)
+    assert result["eval/avg@2"] == pytest.approx((1 / 2 + 0 + 1) / 3)  # the failed one is no zero
+    assert result["eval/pass@1"] == pytest.approx((1 / 2 + 0 + 1) / 3)
+    assert result["eval/pass@2"] == pytest.approx(1 / 2)  # of the two tasks with two scored episodes
+    assert (result["eval/avg@2/low"], result["eval/avg@2/high"]) == pytest.approx(wilson(0.5, 4.5))
+    assert (result["eval/pass@2/low"], result["eval/pass@2/high"]) == pytest.approx(wilson(0.5, 2))
     assert result["eval/num_failed"] == 1 and result["eval/num_episodes"] == 6
     assert (result["eval/min_version"], result["eval/max_version"]) == (0, 3)
     rows = [i for i in desk.instructions if isinstance(i, c.MetricsRow)]
     assert [(r.kind, r.step) for r in rows] == [("eval", 0)]
+
+
+def test_a_round_of_which_nothing_was_scored_says_nothing(desk: Desk) -> None:
+    for lease in lease_eval(desk):
+        desk.commit([lease], error="timeout: slow")
+    (result,) = desk.machine.state.results
+    assert result["eval/num_failed"] == 6 and not {
+        n for n in result if "@" in n or n in ("eval/success", "eval/reward")
+    }
 
 
 def test_a_lost_evaluation_episode_is_offered_again_and_then_failed(desk: Desk) -> None:
@@ -110,7 +124,8 @@ def test_a_round_survives_a_restart(desk: Desk) -> None:
     desk.restart()
     assert set(desk.commit(leases[:4]).values()) == {"duplicate"}
     desk.commit(leases[4:])
-    assert desk.machine.state.results[0]["eval/num_episodes"] == 6
+    (result,) = desk.machine.state.results
+    assert result["eval/num_episodes"] == 6 and result["eval/pass@2"] == result["eval/pass@2/high"] == 1.0
 
 
 def test_without_the_section_there_is_no_round() -> None:

@@ -21,6 +21,7 @@ def write_rows(run_dir: Path, num_steps: int = 12) -> None:
         if n % 5 == 1:
             rows.append(
                 {"kind": "eval", "policy": "", "step": n - 1, "time_s": 5.0 * n, "eval/success": n / 20,
+                 "eval/avg@1/low": 0.0, "eval/avg@1/high": 0.875,
                  "eval/reward": n / 15, "eval/num_tasks": 50.0, "eval/min_version": n - 1.0,
                  "eval/max_version": n - 1.0}
             )  # fmt: skip
@@ -72,6 +73,7 @@ def test_a_finished_run_leaves_everything(tmp_path: Path) -> None:
         "# Run demo", "A demonstration.", "success (held-out)", "curves.png", "staleness.png", "| node idle | 10.0% |",
         "| trainer idle | 25.0% |", "240 admitted = 192 trained + 48 dropped + 0 in flight: the law holds",
         "1e-06, 1e-05, 2e-05", "16 groups, max_staleness 1", "grpo, ppo_clip", "newest versions: actor 12", "75.0%",
+        "| 0.05 [0, 0.875] |",
         "| skipped before they were admitted | train: greso 24 |", "| train sources | train: calculator |",
         "step-000012", f"astraflow try {tmp_path}",
     ):  # fmt: skip

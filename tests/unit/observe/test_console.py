@@ -18,7 +18,10 @@ STEP = {
     "staleness/mean": 1.5, "queue/groups": 2.0, "nodes/tokens_per_s": 12345.6, "nodes/idle_fraction": 0.2,
     "perf/idle_fraction": 0.4, "logprob_gap/p99": 1.2e-5, "nodes/count": 2.0,
 }  # fmt: skip
-EVAL = {"kind": "eval", "policy": "", "step": 3, "time_s": 76.0, "eval/success": 0.5, "eval/num_tasks": 40.0}
+EVAL = {
+    "kind": "eval", "policy": "", "step": 3, "time_s": 76.0, "eval/success": 0.5, "eval/avg@4/low": 0.25,
+    "eval/avg@4/high": 0.75, "eval/num_tasks": 40.0,
+}  # fmt: skip
 STATUS: dict[str, Any] = {
     "policies": {"actor": {"version": 3, "queue": 2, "gate": {"in_flight": 7, "limit": 32}}},
     "nodes": [{"name": "node0", "leased": 60, "capacity": 64, "versions": {"actor": 3}, "silent_s": 9.0}],
@@ -45,7 +48,7 @@ def test_without_a_terminal_each_step_is_one_plain_line(tmp_path: Path) -> None:
     assert out.getvalue().splitlines() == [
         "[01:15] actor step 3/60  reward 0.250  success 0.125  staleness 1.50  queue 2  tok/s 12,346  gap 1.2e-05  "
         "idle node 20%  trainer 40%  nodes 2",
-        "held-out at version 3: success 0.500 (40 tasks)",
+        "held-out at version 3: success 0.500 [0.250, 0.750] (40 tasks)",
     ]
 
 

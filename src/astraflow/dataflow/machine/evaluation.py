@@ -6,12 +6,13 @@ Its tasks are opened one by one when a node asks, and folded into sums when comp
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from astraflow.dataflow.machine.admission.rows import open_group
 from astraflow.dataflow.machine.commands import Event, MetricsRow, Wake
 from astraflow.dataflow.machine.plan import Context, EvalPlan
 from astraflow.dataflow.machine.records import EpisodeCommit, EvalRound, OpenGroup
+from astraflow.estimates import TaskMeans, ks_of, pass_at_k
 from astraflow.types import Task
 
 
@@ -78,8 +79,8 @@ class Evaluation:
         round_ = next((r for r in state.rounds if r.version == version), None)
         if evaluation is None or round_ is None:  # the section was taken out of the run file
             return
-        successes = [_fold(round_, result, state.policies) for result in group.results if result is not None]
-        round_.passed += any(successes)
+        folded = [_fold(round_, result, state.policies) for result in group.results if result is not None]
+        _add_task(round_, [success for success in folded if success is not None], evaluation.samples)
         round_.num_done += 1
         if round_.num_done == round_.num_tasks:
             state.rounds.remove(round_)
@@ -87,13 +88,13 @@ class Evaluation:
 
     def _publish(self, round_: EvalRound, evaluation: EvalPlan) -> None:
         context = self._context
-        scored = max(round_.num_scored, 1)
-        metrics = {
-            "eval/version": float(round_.version),
-            "eval/reward": round_.reward_sum / scored,
-            f"eval/avg@{evaluation.samples}": round_.success_sum / scored,
-            f"eval/pass@{evaluation.samples}": round_.passed / round_.num_tasks,
-            "eval/success": round_.success_sum / scored,
+        metrics = {"eval/version": float(round_.version), **_estimated(f"eval/avg@{evaluation.samples}", round_.avg)}
+        for k, of_k in round_.passes.items():
+            metrics |= _estimated(f"eval/pass@{k}", of_k)
+        if round_.num_scored:  # else nothing is known of it, which is not 0
+            metrics["eval/reward"] = round_.reward_sum / round_.num_scored
+            metrics["eval/success"] = round_.success_sum / round_.num_scored
+        metrics |= {
             "eval/num_tasks": float(round_.num_tasks),
             "eval/num_episodes": float(round_.num_episodes),
             "eval/num_failed": float(round_.num_failed),
@@ -112,8 +113,26 @@ def version_of(group_id: str) -> int:
     return int(group_id.split("/", 2)[1])
 
 
-def _fold(round_: EvalRound, result: EpisodeCommit, trained: Collection[str]) -> bool:
-    """Add one episode; True when it succeeded. What policies earn that are only served is of no interest."""
+def _add_task(round_: EvalRound, successes: Sequence[float], samples: int) -> None:
+    """`successes`: of the scored episodes of a task. What was not scored counts for nothing."""
+    num_scored, num_passed = len(successes), sum(success >= 0.5 for success in successes)
+    if successes:
+        round_.avg.add(sum(successes) / num_scored, num_scored)
+    for k in ks_of(samples):
+        of_k = round_.passes.setdefault(k, TaskMeans())
+        if num_scored >= k:
+            of_k.add(pass_at_k(num_scored, num_passed, k), num_scored)
+
+
+def _estimated(name: str, means: TaskMeans) -> dict[str, float]:
+    """Nothing where no task says anything."""
+    if means.mean is None or means.interval is None:
+        return {}
+    return {name: means.mean, f"{name}/low": means.interval.low, f"{name}/high": means.interval.high}
+
+
+def _fold(round_: EvalRound, result: EpisodeCommit, trained: Collection[str]) -> float | None:
+    """Add one episode; its success, None: unscored. What policies earn that are only served is of no interest."""
     round_.num_episodes += 1
     parts = [part for part in result.parts if part.policy in trained]
     for part in parts:
@@ -124,13 +143,13 @@ def _fold(round_: EvalRound, result: EpisodeCommit, trained: Collection[str]) ->
     rewards = [p.reward for p in parts if p.reward is not None]
     if result.error is not None or not rewards:
         round_.num_failed += 1
-        return False
+        return None
     reward = sum(rewards) / len(rewards)
     success = success_of(result, reward)
     round_.num_scored += 1
     round_.reward_sum += reward
     round_.success_sum += success
-    return success >= 0.5
+    return success
 
 
 def success_of(result: EpisodeCommit, reward: float) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from astraflow.estimates import TaskMeans
 from astraflow.types import Purpose
 
 _SIBLING = re.compile(r"0|[1-9][0-9]{0,8}")
@@ -242,7 +243,8 @@ class EvalRound(msgspec.Struct):
     num_failed: int = 0
     reward_sum: float = 0.0
     success_sum: float = 0.0  # over scored episodes
-    passed: int = 0  # tasks with at least one success
+    avg: TaskMeans = msgspec.field(default_factory=TaskMeans)  # success of tasks with scored episodes
+    passes: dict[int, TaskMeans] = {}  # k -> pass@k of tasks with at least k scored episodes
     min_version: int = -1  # among sampled tokens; -1: none yet
     max_version: int = -1
     started_s: float = 0.0
