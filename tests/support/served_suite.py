@@ -351,6 +351,11 @@ class ServedSuite(EngineSuite):
             attach(url=url, urls=[url])
         with pytest.raises(EngineError, match=r"engine.urls=.* cannot be with args, env or port"):
             attach(urls=[url], env={"A": "1"})
+        for wrong in ("ftp://host", "host:8000", "http://"):
+            with pytest.raises(EngineError, match=r"engine.url=.* must be http"):
+                attach(url=wrong)
+        with pytest.raises(EngineError, match=r"engine.port=99999 must be in"):
+            attach(port=99999)
         with pytest.raises(LaunchError, match=rf"engine.url={url} gave no answer"):
             attach(urls=[url], ready_s=0.3)
 

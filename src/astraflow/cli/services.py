@@ -311,7 +311,7 @@ def retriever(
     settings = settings_of({"corpus": corpus, "fields": fields, "vectors": vectors, "encoder": encoder}, "retriever")
 
     def on_ready(url: str) -> None:
-        typer.echo(f"retriever answers at {url}; environments search there by url = \"{joining(url)}\"")
+        typer.echo(f'retriever answers at {url}; environments search there by url = "{joining(url)}"')
         if ready_file is not None:
             write_ready(ready_file, url)
 

@@ -123,6 +123,22 @@ def test_a_sibling_that_comes_later_finds_the_prompt(endless_dir: Path) -> None:
     assert decoder.prefill_tokens == 4
 
 
+@pytest.mark.parametrize("size", [32, 33, 34, 65])
+def test_a_prompt_whose_last_part_is_one_token_is_known_too(endless_dir: Path, size: int) -> None:
+    decoder = decoder_of(load_model(endless_dir).requires_grad_(False), 8, 512, 1 << 22, chunk_tokens=32)
+    prompt = [i % 37 for i in range(size)]
+    start(decoder, [ask("other", [9], 100)])
+    with torch.inference_mode():
+        decoder.step()
+        start(decoder, [ask("first", prompt, 30)])
+        for _ in range(6):
+            decoder.step()
+        before = decoder.prefill_tokens
+        start(decoder, [ask("sibling", prompt, 3)])
+        decoder.step()
+    assert decoder.prefill_tokens == before
+
+
 def test_a_swap_forgets_known_prefixes(endless_dir: Path) -> None:
     model = load_model(endless_dir).requires_grad_(False)
     decoder = decoder_of(model, 64, 512, 1 << 20)

@@ -129,7 +129,8 @@ class Decoder:
         logits = self._read(reading, wanted)
         done = set(ready.tolist())
         for row, count in zip(reading.rows.tolist(), reading.counts.tolist(), strict=True):
-            if count > 1 and row in done:  # a prompt, for siblings and the next turn
+            first = lengths[row] == self._rows.records["prompt"][row]  # nothing is sampled yet
+            if (first or count > 1) and row in done:  # a prompt, for siblings and the next turn
                 self._shelve(row, int(lengths[row]) - 1)
         return self._sampled(ready, logits) if ready.size else []
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, get_type_hints
+from urllib.parse import urlsplit
 
 from astraflow.config.env import secret_from_env
 from astraflow.engines.fleet import one_of
@@ -78,6 +79,12 @@ class ServedOptions:
         require(
             "engine.urls", self.urls, not (self.url and self.urls), "cannot be with url", "name all servers in urls"
         )
+        require("engine.port", self.port, 0 <= self.port < 1 << 16, "must be in [0, 65535]", "use 0 for a free one")
+        for url in self.replicas:
+            parts = urlsplit(url)
+            whole = parts.scheme in ("http", "https") and bool(parts.hostname)
+            thing, fix = "engine.url" if self.url else "engine.urls", "write http://host:port"
+            require(thing, url, whole, "must be http:// or https:// and a host", fix)
         if self.replicas:
             alone = not (self.args or self.env or self.port)
             rule, fix = "cannot be with args, env or port", "set them where the server starts"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,9 @@ class EngineSuite(StressSuite):
             Sampling(top_p=0.0),
             Sampling(top_p=1.5),
             Sampling(top_k=-1),
+            Sampling(top_k=2**63),
+            Sampling(stop_token_ids=(2**63,)),
+            Sampling(stop_token_ids=(-1,)),
             Sampling(min_p=1.5),
             Sampling(max_tokens=0),
         ],
@@ -117,9 +121,10 @@ class EngineSuite(StressSuite):
         with pytest.raises(EngineError, match=r"sampling\."):
             case.engine.submit("a", case.prompt, sampling).result(DEADLINE_S)
 
-    def test_an_empty_prompt_is_refused(self, case: EngineCase) -> None:
+    @pytest.mark.parametrize("prompt", [[], [2**40], [2**70], [1.5], ["x"]])
+    def test_what_is_no_prompt_is_refused(self, case: EngineCase, prompt: list[Any]) -> None:
         with pytest.raises(EngineError, match="prompt_ids"):
-            case.engine.submit("a", [], Sampling()).result(DEADLINE_S)
+            case.engine.submit("a", prompt, Sampling()).result(DEADLINE_S)
 
     def test_tokens_are_handed_out_as_they_are_sampled(self, case: EngineCase) -> None:
         case.engine.load_weights(0, case.tensors).result(DEADLINE_S)

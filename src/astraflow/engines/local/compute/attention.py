@@ -148,7 +148,8 @@ def _attend(
     groups = heads // key.shape[1]
     if length == 1:  # heads that share keys are as good as tokens that do: nothing is repeated
         packed = query.reshape(rows, key.shape[1], groups, query.shape[-1])
-        if mask is not None and _multiplies_fast(query):
+        if _multiplies_fast(query):
+            assert mask is not None  # none is needed only where a row has all of its tokens in the pass, more than one
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             scores = (packed @ key.contiguous().transpose(2, 3)).float().mul_(scale).add_(mask)
             found = scores.softmax(-1).to(value.dtype) @ value
