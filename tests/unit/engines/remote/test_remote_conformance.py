@@ -19,7 +19,7 @@ class TestRemote:
     test_cancel_of_an_unknown = EngineSuite.test_cancel_of_an_unknown_or_finished_request_is_nothing
     test_a_request_id_in_use_is_refused = EngineSuite.test_a_request_id_in_use_is_refused
     test_sampling_out_of_range_is_refused = EngineSuite.test_sampling_out_of_range_is_refused
-    test_an_empty_prompt_is_refused = EngineSuite.test_an_empty_prompt_is_refused
+    test_what_is_no_prompt_is_refused = EngineSuite.test_what_is_no_prompt_is_refused
     test_an_overload_can_be_closed = EngineSuite.test_an_overload_can_be_closed
     test_close_fails_what_is_pending_and_what_comes_after = (
         EngineSuite.test_close_fails_what_is_pending_and_what_comes_after
