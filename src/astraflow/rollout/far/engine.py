@@ -195,7 +195,7 @@ class FarEngine:
         """That of the episode, or the nearest. Raises: EngineError: nobody serves the policy for `unserved_s`."""
         neighbours, policy, number = self._neighbours, self._policy, self._number
         kind = kind_of(episode.engine) if episode.begun else ""
-        if episode.place is not None and episode.place.state(policy, number) is not None:
+        if episode.place is not None and neighbours.fits(episode.place, policy, number, episode.version, kind):
             return episode.place
         try:
             async with asyncio.timeout(self._unserved_s):

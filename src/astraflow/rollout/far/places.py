@@ -97,13 +97,16 @@ class Neighbours:
                 self._drop(place)
 
     def nearest(self, policy: str, number: int, version: int, kind: str = "") -> Place | None:
-        """Of those whose engine has at least this version, and is of this kind where one is given."""
-        fits = [
-            place for place in self._places.values()
-            if (state := place.state(policy, number)) is not None and state.version >= version
-            and (not kind or kind_of(place.engines[policy]) == kind)
-        ]  # fmt: skip
-        return min(fits, key=lambda place: place.cost(policy, number, self.host), default=None)
+        """Of those that fit."""
+        fitting = [place for place in self._places.values() if self.fits(place, policy, number, version, kind)]
+        return min(fitting, key=lambda place: place.cost(policy, number, self.host), default=None)
+
+    def fits(self, place: Place, policy: str, number: int, version: int, kind: str = "") -> bool:
+        """Its engine can be asked, has at least this version, and is of this kind where one is given."""
+        state = place.state(policy, number)
+        if state is None or state.version < version:
+            return False
+        return not kind or kind_of(place.engines[policy]) == kind
 
     def states(self, policy: str, number: int) -> list[EngineState]:
         """Of all engines of it that can be asked."""
@@ -138,7 +141,8 @@ class Neighbours:
             lent = msgspec.json.decode(await place.web.ask("GET", "/engines", within_s=_ANSWER_S), type=Lent)
         except (Lost, Refused, msgspec.DecodeError) as error:
             place.alive, place.missed = False, place.missed + 1
-            log.log(logging.INFO if place.missed == 1 else logging.DEBUG, "%s does not answer: %s", place.url, error)
+            level = logging.WARNING if isinstance(error, Refused) else logging.INFO
+            log.log(level if place.missed == 1 else logging.DEBUG, "%s does not answer: %s", place.url, error)
             if place.missed >= _MISSED:
                 self._drop(place)
             return False

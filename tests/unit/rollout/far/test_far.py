@@ -237,6 +237,19 @@ async def test_an_episode_is_served_by_no_version_older_than_its_lease_allows() 
         await until(lambda: node.engine.version == 3)
 
 
+async def test_a_place_that_fell_behind_is_left_by_its_episodes() -> None:
+    first, second = scripted(2, held=False), scripted(2, held=False)
+    async with lent({"p": [first]}) as one, lent({"p": [second]}) as two, a_node() as node:
+        node.hear(one)
+        node.engine.expect(lease(version=2))
+        assert set((await node.ask(max_tokens=3)).versions.tolist()) == {2}
+        first.load_weights(1, {}).result(0)  # as after a restart
+        node.hear(one, two)
+        await until(lambda: sorted(state.version for state in node.neighbours.states("p", 0)) == [1, 2])
+        assert set((await node.ask(max_tokens=3)).versions.tolist()) == {2}
+        assert second.stats()["requests"] == 1
+
+
 async def test_calls_of_an_episode_go_to_one_place_and_episodes_are_shared_out() -> None:
     engines = [scripted() for _ in range(2)]
     async with lent({"p": engines[:1]}) as one, lent({"p": engines[1:]}) as two, a_node() as node:
