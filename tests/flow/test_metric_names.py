@@ -29,6 +29,7 @@ SELDOM = {
     "nodes/swarm/clients/<version>", "nodes/swarm/episodes_<ending>",
     "nodes/server_running", "nodes/server_waiting", "nodes/restarts",
     "nodes/remote_tokens", "nodes/remote_known", "nodes/remote_retries",
+    "nodes/far_requests", "nodes/far_tokens", "nodes/far_lost",
 }  # fmt: skip
 """Counters that are there once they are above 0, and what only some engines say (tests/unit/engines)."""
 VARIANTS: list[dict[str, Any]] = [

@@ -195,7 +195,11 @@ def test_what_leaves_has_an_id_too(serve: Serve, path: str) -> None:
 def test_relays_say_where_they_are_in_a_way_that_nodes_can_take_apart(serve: Serve, url: str) -> None:
     client = serve(small_config()).start()
     run_id = client.run().run_id
-    refused(422, lambda: client.relay("r", m.Relay(run_id=run_id, url=url)), "must be http://host:port of the relay")
+    refused(
+        422,
+        lambda: client.relay("r", m.Relay(run_id=run_id, url=url)),
+        "must be http://host:port by which others reach it",
+    )
     assert client.status()["refused"] == {"malformed": 1}
     client.relay("r", m.Relay(run_id=run_id, url="http://[::1]:80/"))
     assert client.lease("n", 0).versions["actor"].urls == ("file:///w", "http://[::1]:80/weights/actor")

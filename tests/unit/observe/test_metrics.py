@@ -52,6 +52,7 @@ def test_the_list_of_metrics_is_well_formed() -> None:
 def test_every_metric_that_a_service_names_is_in_the_list() -> None:
     known = {m.name.removesuffix("_total") for m in METRICS}
     named: set[str] = set()
-    for path in (Path(astraflow.__file__).parent / "dataflow").rglob("*.py"):
-        named |= set(re.findall(r'"(astraflow_[a-z_]+)"', path.read_text()))
+    for room in ("dataflow", "retrieval"):
+        for path in (Path(astraflow.__file__).parent / room).rglob("*.py"):
+            named |= set(re.findall(r'"(astraflow_[a-z_]+)"', path.read_text()))
     assert {name.removesuffix("_total") for name in named} == known

@@ -249,11 +249,12 @@ def test_a_task_of_another_source_is_unscored():
 
 @needs_gym
 @pytest.mark.slow
-def test_every_generator_gives_rows_and_scores_its_own_answers_1():
+def test_generators_give_rows_and_score_their_own_answers_1():
+    """One in twenty of them: all take minutes."""
     pool = ProcessPool("gym", HOST, settings=Settings(processes=1, deadline_s=60.0))
     failed, without = {}, []
     try:
-        for name in pool.submit("names").result():
+        for name in sorted(pool.submit("names").result())[::20]:
             generator = json.dumps([name, None, {}, 1])
             try:
                 (row,) = pool.submit("rows", generator, "all", 0, 1).result()
@@ -266,7 +267,7 @@ def test_every_generator_gives_rows_and_scores_its_own_answers_1():
     finally:
         pool.close()
     assert failed == {}, failed
-    assert len(without) < 12, without
+    assert len(without) < 2, without
 
 
 @needs_gym

@@ -91,6 +91,7 @@ class Servers:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._servers: list[Server] = []
+        self._tasks = set[asyncio.Task[None]]()  # of these, and of those that are ending
         self._free = asyncio.Condition()
         self.starts = self.kills = self.calls = 0
         self._seconds: deque[float] = deque(maxlen=1000)
@@ -154,8 +155,8 @@ class Servers:
         """Stop all, and wait until they are gone."""
         for server in self._servers:
             server.stop()
-        if self._servers:
-            await asyncio.wait([server.task for server in self._servers], timeout=_END_S)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_END_S)
 
     def _choose(self) -> Server | None:
         """The one with the fewest episodes; None: wait."""
@@ -167,8 +168,11 @@ class Servers:
             return best
         if self._may_start:
             self.starts += 1
-            self._servers.append(Server(self._settings))
-            return self._servers[-1]
+            server = Server(self._settings)
+            self._servers.append(server)
+            self._tasks.add(server.task)
+            server.task.add_done_callback(self._tasks.discard)
+            return server
         return None
 
     @property
