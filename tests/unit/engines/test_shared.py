@@ -114,6 +114,31 @@ def test_a_swap_of_one_leaves_the_rows_of_others_as_they_are(shared: Shared) -> 
     assert [engine.version for engine in shared.engines] == [0, 11, 20]
 
 
+def test_an_adapter_on_the_output_layer_which_sees_the_last_tokens_alone(llama_dir: Path) -> None:
+    """Our trainer makes none; one of peft may be there."""
+    lora, base = LoraSection(rank=3, alpha=6), content_checksum(llama_dir)
+    vocabulary, hidden = load_model(llama_dir).get_output_embeddings().weight.shape  # type: ignore[no-untyped-call]
+    with closing(LocalEngine(llama_dir)) as whole:
+        engines, models = whole.adapters(2), list[PreTrainedModel]()
+        for policy, engine in enumerate(engines):
+            generator = torch.Generator().manual_seed(policy)
+            tensors = {
+                "base_model.model.lm_head.lora_A.weight": torch.randn(3, hidden, generator=generator) * 0.4,
+                "base_model.model.lm_head.lora_B.weight": torch.randn(vocabulary, 3, generator=generator) * 0.4,
+            }
+            engine.load_weights(policy, tensors, Adapter(lora.alpha / lora.rank, base)).result(WAIT_S)
+            models.append(merged_model(llama_dir, tensors, lora))
+        futures = {
+            (policy, number): engine.submit(f"r{number}", prompt, Sampling(max_tokens=12))
+            for number, prompt in enumerate(PROMPTS)
+            for policy, engine in enumerate(engines)
+        }
+        for (policy, number), future in futures.items():
+            generation = future.result(WAIT_S)
+            expected = fresh_logprobs(models[policy], PROMPTS[number], generation, 1.0)
+            np.testing.assert_allclose(generation.logprobs, expected, atol=TOLERANCE)
+
+
 def test_what_one_policy_has_read_is_not_taken_for_another(shared: Shared) -> None:
     prompt = PROMPTS[2]
     for _ in range(2):  # the second time it is on the shelf
