@@ -18,6 +18,7 @@ _DROPPED = re.compile(
 _FRAC = re.compile(r"\\[dtc]frac(?![a-z])")
 _AROUND = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|rm)\s*\{([^{}]*)\}")
+_SIMPLE = re.compile(r"-?\d{1,18}", re.ASCII)  # most answers: nothing to strip, nothing to read
 _CHOICE = re.compile(r"\(?([A-Za-z])[).]?")
 
 _INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
@@ -109,6 +110,8 @@ def same(gold: str, answer: str) -> bool | None:
     A percentage is its number and its hundredth. Of two numbers of which one has a decimal point, algebra tells whether
     they are the same after rounding when they nearly are.
     """
+    if _SIMPLE.fullmatch(gold) and _SIMPLE.fullmatch(answer):
+        return int(gold) == int(answer)
     gold, answer = plain(gold), plain(answer)
     if not answer:
         return False
