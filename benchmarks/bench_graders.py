@@ -1,8 +1,8 @@
 """How many answers of mathematics are graded in a second, and does math-verify alone agree?
 
 Replies with a box, half of them with another row's answer, graded by the reward `math` with nothing kept from before,
-and by math-verify alone on the whole reply (in one process, without its alarms); the middle one of five passes. Golds of
-GSM8K (test) and SVAMP, and the table of answer forms, where the right verdicts are known.
+and by math-verify alone on the whole reply (in one process, without its alarms); the middle one of five passes. Golds
+of GSM8K (test) and SVAMP, and the table of answer forms, where the right verdicts are known.
 """
 
 from __future__ import annotations
