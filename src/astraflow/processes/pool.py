@@ -284,9 +284,9 @@ class ProcessPool:
 
     def _renew(self, place: _Place) -> None:
         """Another process in the place of this one, at once: whoever comes next need not wait for it."""
-        process, place.process = place.process, None
-        if process is not None:
-            process.end()
+        if place.process is not None:
+            place.process.end()  # `close` finds it here until nothing of it is left
+        place.process = None
         try:
             self._start(place)
         except CallFailed as error:

@@ -14,6 +14,7 @@ import pytest
 
 from astraflow.processes import pool as pools
 from astraflow.processes.pool import ProcessPool
+from astraflow.processes.process import Process
 from astraflow.processes.records import CallFailed, Settings
 
 TARGET = "process_targets:Bench"
@@ -222,6 +223,25 @@ def test_a_closed_pool_says_so_and_leaves_no_process(make):
     pool.close()
     assert {failure(f).kind for f in (running, waiting, pool.submit("echo", 1))} == {"closed"}
     assert not psutil.pid_exists(pid)
+
+
+def test_closing_ends_a_process_that_is_being_killed(make, monkeypatch):
+    pool, end, killing, closed = make(), Process.end, threading.Event(), threading.Event()
+    pid = pool.submit("pid").result(60)
+
+    def slow_end(process):
+        if threading.current_thread() is not threading.main_thread():
+            killing.set()
+            closed.wait(60)
+        end(process)
+
+    monkeypatch.setattr(Process, "end", slow_end)
+    pool.submit("hang", deadline_s=0.1)
+    assert killing.wait(60)
+    pool.close()
+    gone = not psutil.pid_exists(pid)
+    closed.set()
+    assert gone
 
 
 def test_processes_end_with_whoever_made_them(tmp_path):
