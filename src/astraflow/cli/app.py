@@ -78,6 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         typer.echo(f"error: {error}", err=True)
         return error.exit_code
+    except OSError as error:  # a file or the system, where nobody nearer knew a better sentence
+        if debug:
+            traceback.print_exc()
+        place = "system" if error.filename is None else f"file={error.filename}"
+        typer.echo(f"error: {place} cannot be used ({error.strerror or error}); mend that, or see --debug", err=True)
+        return 1
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     return 0

@@ -12,6 +12,7 @@ import typer
 from astraflow.cli.run import Recipe, open_run
 from astraflow.cli.services import Parent, TokenFile, rank_place, read_token, start_ranks, tie
 from astraflow.cli.swarm import options_of
+from astraflow.config.env import user_path
 from astraflow.errors import ConfigError, EpisodeError, LaunchError
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ def open_model(model: str, recipe: str, policy: str, overrides: list[str]) -> tu
     from astraflow.config.env import cache_dir
     from astraflow.models.registry import model_directory
 
-    path, run = Path(model).expanduser(), run_at(model)
+    path, run = user_path(model), run_at(model)
     if not recipe and run is None:
         raise LaunchError(
             "model", model, "belongs to no run directory, so its tasks are not known", "name them with --recipe"
@@ -254,7 +255,7 @@ def run_at(model: str) -> RunDirectory | None:
     """The run that this is, or that this checkpoint is of."""
     from astraflow.launch.rundir import RunDirectory
 
-    path = Path(model).expanduser()
+    path = user_path(model)
     places = (path, *path.resolve().parents[2:3])
     return next((RunDirectory(p) for p in places if (p / "run.resolved.json").is_file()), None)
 
@@ -263,7 +264,7 @@ def is_run_file(target: str) -> bool:
     """It says what to play, and is no model."""
     from astraflow.config.recipes import recipe_names
 
-    return Path(target).expanduser().is_file() or (not Path(target).exists() and target in recipe_names())
+    return user_path(target).is_file() or (not Path(target).exists() and target in recipe_names())
 
 
 def open_side(name: str, recipe: str, policy: str, overrides: list[str], key_env: str) -> Side:

@@ -56,13 +56,26 @@ def torchrun_rank() -> tuple[int, int, int] | None:
     return int(found["RANK"]), int(found["WORLD_SIZE"]), int(found.get("LOCAL_RANK", "0"))
 
 
+def user_path(text: str) -> Path:
+    """A path as a person writes it: `~` is the home directory, and a plain name where there is none."""
+    return Path(os.path.expanduser(text))
+
+
 def cache_dir() -> Path:
-    """Where converted models are kept; not created here."""
-    if given := os.environ.get("ASTRAFLOW_CACHE"):
-        return Path(given).expanduser()
+    """Where converted models are kept; not created here.
+
+    Raises: Problem: nothing says where.
+    """
+    if given := os.environ.get("ASTRAFLOW_CACHE") or "":
+        return user_path(given)
+    home = user_path("~")
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "astraflow"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "astraflow"
+        caches = home / "Library" / "Caches"
+    else:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    if not caches.is_absolute():
+        raise Problem("ASTRAFLOW_CACHE", given, "must say where models are kept, as this user has no home", "set it")
+    return caches / "astraflow"
 
 
 def shared_memory_allowed() -> bool:

@@ -15,7 +15,8 @@ from pydantic_core import ErrorDetails
 from astraflow.config.checks.policies import policy_problems
 from astraflow.config.rooms import check_options, find, resolve
 from astraflow.config.schema import Component, RunConfig
-from astraflow.config.secrets import unfit_to_save
+from astraflow.config.secrets import is_secret, unfit_to_save
+from astraflow.config.sections.base import NAME
 from astraflow.config.stages import consumer_problems, stage_problems
 from astraflow.errors import ConfigError, Problem
 
@@ -25,14 +26,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises: ConfigError: everything that is wrong with it, in one list.
     """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            str(path), [f"cannot be read ({error.strerror}); give the path of a run file, see `astraflow recipes`"]
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), [f"is not valid TOML: {error}"]) from error
+    raw = _read(path)
     problems = _apply(raw, overrides)
     if problems:
         raise ConfigError(str(path), problems)
@@ -42,6 +36,24 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         if hint := _elsewhere(error.problems, path.parent):
             raise ConfigError(str(path), [*error.problems, hint]) from error
         raise
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Raises: ConfigError: no file, no text, no TOML; shows the line."""
+    text = ""
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+        return tomllib.loads(text)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror}); give the path of a run file, see `astraflow recipes`"
+    except UnicodeDecodeError as error:
+        problem = f"is not text in UTF-8 (byte {error.start}: {error.reason}); save it as UTF-8"
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"at line (\d+)", str(error))
+        line = text.splitlines()[int(found[1]) - 1].strip() if found else ""
+        shown = f": {line[:80]}" if line and not is_secret(line.partition("=")[0].strip(), line) else ""
+        problem = f"is not valid TOML: {error}{shown}; how TOML is written: https://toml.io"
+    raise ConfigError(str(path), [problem])
 
 
 def _elsewhere(problems: Sequence[str], folder: Path) -> str:
@@ -174,10 +186,17 @@ def _sentence(error: ErrorDetails) -> str:
             near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(known)}"
             return f"{where}={value!r} is not a setting; {hint}"
+        case "missing" if len(error["loc"]) == 1:
+            return f"{where} is missing; every run file has this section, see `astraflow recipes show quickstart`"
         case "missing":
             return f"{where} is missing; this setting has no default"
         case "greater_than_equal" if where.endswith("max_staleness"):
             return f"{where}={value!r} must be >= 0; use 0 for synchronous training"
+        case "dict_type" | "model_type":
+            return f"{where}={value!r} must be a table; write [{where}]"
+        case "string_pattern_mismatch" if error["ctx"]["pattern"] == NAME:
+            rule = "must be a name: a letter, then letters, digits and _ . -, 64 at most"
+            return f"{where.removesuffix('.[key]')}={value!r} {rule}; choose another"
         case _:
             message = error["msg"].replace("Input should be", "must be").replace("Value error, ", "")
             return f"{where}={value!r} {message}; see docs/configuration.md"

@@ -7,7 +7,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from astraflow.errors import LaunchError
+from astraflow.config.env import user_path
+from astraflow.errors import Problem
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ON, _NEEDS = " on two cores", "needs "
@@ -27,18 +28,22 @@ def recipe_names() -> list[str]:
 def recipe_path(name_or_path: str) -> Path:
     """A file if there is one, else the shipped recipe of that name.
 
-    Raises: LaunchError with the nearest name.
+    Raises: Problem: with the nearest name, or the run file in a directory.
     """
-    path = Path(name_or_path).expanduser()
+    path = user_path(name_or_path)
     if path.is_file():
         return path
+    if name_or_path and path.is_dir():
+        own = [file for file in (path / "run.resolved.json", *sorted(path.glob("*.toml"))) if file.is_file()]
+        fix = f"give a file in it, such as {own[0]}" if own else "give a run file, or a name of `astraflow recipes`"
+        raise Problem("recipe", name_or_path, "is a directory", fix)
     shipped = recipes_dir() / f"{name_or_path}.toml"
     if path.name == name_or_path and shipped.is_file():
         return shipped
     names = recipe_names()
     near = difflib.get_close_matches(path.stem, names, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"shipped recipes: {', '.join(names)}"
-    raise LaunchError("recipe", name_or_path, "is neither a file nor a shipped recipe", hint)
+    raise Problem("recipe", name_or_path, "is neither a file nor a shipped recipe", hint)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 NAMES = r"(?:token|api[_-]?key|apikey|access[_-]?key|private[_-]?key|password|passwd|secret|authorization|credentials?)"
+LARGEST = 2**63  # torch, Arrow and SQLite keep no larger whole numbers
 _NAME = re.compile(rf"(?:|.*[_\-. ]){NAMES}", re.IGNORECASE)  # may end a longer one, never begin one (tokens)
 _OF_TEXT = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask|stop)_token", re.IGNORECASE)
 _SPECIAL = re.compile(r"[<\[]")  # image_token = "<image>"
@@ -60,5 +61,7 @@ def unfit_to_save(raw: object, where: str = "") -> Iterator[str]:
             )
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{path}={value} must be a finite number; give a large one, or leave it out for the default"
+        elif isinstance(value, int) and abs(value) >= LARGEST:
+            yield f"{path}={value} must be between -2^63 and 2^63; give one that services can keep in 64 bits"
         else:
             yield from unfit_to_save(value, path)

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from astraflow.config.env import cache_dir
+from astraflow.config.env import cache_dir, user_path
 from astraflow.config.load import torch_components
 from astraflow.config.rooms import ROOMS, build, check_options, resolve
 from astraflow.config.schema import RunConfig
@@ -159,7 +159,7 @@ def _lora_problems(config: RunConfig) -> list[str]:
         if policy.lora is None:
             continue
         built_in = policy.model in BUILT_IN_MODELS  # it need not be on this machine: only the last parts are known
-        layers = () if built_in else stored_layers(stored_shapes(Path(policy.model).expanduser()))
+        layers = () if built_in else stored_layers(stored_shapes(user_path(policy.model)))
         for target in policy.lora.targets:
             try:
                 matching(target.rpartition(".")[2] if built_in else target, BUILT_IN_LAYERS if built_in else layers)
@@ -176,7 +176,7 @@ def _frozen_problems(config: RunConfig) -> list[str]:
             continue
         for part in policy.trainer.frozen:
             try:
-                in_part(part, stored_shapes(Path(policy.model).expanduser()))
+                in_part(part, stored_shapes(user_path(policy.model)))
             except ModelError as error:
                 problems.append(str(Problem(f"policies.{name}.{error.thing}", error.value, error.rule, error.fix)))
     return problems
@@ -187,7 +187,7 @@ def _part_problems(config: RunConfig) -> list[str]:
     loaded."""
     problems = []
     for name, policy in config.trained.items():
-        trainer, path = policy.trainer, Path(policy.model).expanduser() / "config.json"
+        trainer, path = policy.trainer, user_path(policy.model) / "config.json"
         if policy.model not in BUILT_IN_MODELS:
             try:
                 check_parts(json.loads(path.read_bytes()), trainer.tensor_parallel, trainer.context_parallel)

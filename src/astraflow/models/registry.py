@@ -12,6 +12,7 @@ from pathlib import Path
 import xxhash
 from transformers.utils import logging as transformers_logging
 
+from astraflow.config.env import user_path
 from astraflow.errors import ModelError
 from astraflow.models.smollm2 import find_gguf, write_smollm2
 from astraflow.models.stored import check_model_files
@@ -82,7 +83,7 @@ def _write_whole(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def _checked(name: str) -> Path:
-    directory = Path(name).expanduser()
+    directory = user_path(name)
     near = difflib.get_close_matches(name, BUILT_IN, n=1)
     hint = (f"did you mean '{near[0]}'? " if near else "") + (
         f"give a Hugging Face directory or one of: {', '.join(BUILT_IN)}"

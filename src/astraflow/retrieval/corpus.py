@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from astraflow.config.env import user_path
 from astraflow.errors import SourceError
 
 SHIPPED = ("wiki2hop",)
@@ -41,7 +42,7 @@ def corpus_path(name: str) -> Path:
     if name in SHIPPED:
         with as_file(files("astraflow.retrieval") / "data" / name / "corpus.jsonl.gz") as shipped:
             return shipped
-    path = Path(name).expanduser()
+    path = user_path(name)
     if not path.is_file():
         raise SourceError(
             "corpus", name, "is neither a file nor a corpus that ships",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from astraflow.config.env import cache_dir
+from astraflow.config.env import cache_dir, user_path
 from astraflow.config.rooms import choose
 from astraflow.errors import Problem
 from astraflow.retrieval.corpus import Fields, Passage, corpus_path
@@ -83,5 +83,5 @@ def open_retriever(settings: Settings, where: str = "search", cache_root: Path |
     if mode == "words":
         return Retriever(stored, words)
     encoder = choose("encoders", settings.encoder, f"{where}.encoder").make()
-    vectors = ByVectors(Path(settings.vectors).expanduser(), encoder, len(stored))
+    vectors = ByVectors(user_path(settings.vectors), encoder, len(stored))
     return Retriever(stored, vectors if mode == "vectors" else ByBoth([words, vectors]))

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from astraflow.config.env import user_path
 from astraflow.errors import SourceError
 from astraflow.sources.splits import check_row
 
@@ -88,7 +89,7 @@ class JsonlSource:
         """`required`: keys that no row may lack (default: those of the first row). `limit`: first rows only; 0: all."""
         if limit < 0:
             raise SourceError("sources.jsonl.limit", limit, "must be >= 0", "use 0 for all rows")
-        rows, self._fingerprint = load_jsonl(Path(path).expanduser(), required)
+        rows, self._fingerprint = load_jsonl(user_path(path), required)
         self._rows = rows[:limit] if limit else rows
 
     def __len__(self) -> int:

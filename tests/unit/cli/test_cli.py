@@ -42,7 +42,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_unknown_recipe_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    err = failing(["run", "quikstart"], capsys, 1)
+    err = failing(["run", "quikstart"], capsys, 2)
     assert "recipe=quikstart is neither a file nor a shipped recipe; did you mean 'quickstart'?" in err
 
 
@@ -61,7 +61,7 @@ def test_a_wrong_option_of_try_is_said_to_be_one(capsys: pytest.CaptureFixture[s
 
 
 def test_debug_shows_where_an_error_came_from(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "nope", "--debug"]) == 1
+    assert main(["validate", "nope", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
+NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$"
+Name = Annotated[str, Field(pattern=NAME)]
 
 
 class Strict(BaseModel):
     """Base of all sections: unknown keys are refused, defaults are checked too."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`steps = true` would be one step."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in (int, float):
+            raise ValueError("must be a number")
+        return value
 
 
 class Component(BaseModel):

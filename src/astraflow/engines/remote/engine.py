@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from astraflow.config.env import checked_token, secret_from_env
+from astraflow.config.env import checked_token, secret_from_env, user_path
 from astraflow.contracts import TokenSink
 from astraflow.engines.remote.answers import Answers, Kept
 from astraflow.engines.remote.budget import Budget, Limits, Spent
@@ -311,7 +311,7 @@ def _key(variable: str, file: str) -> str | None:
     if not file:
         return None
     try:
-        key = Path(file).expanduser().read_text(encoding="utf-8")
+        key = user_path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise EngineError("engine.key_file", file, f"cannot be read ({error})", "name a file with the key") from error
     require("engine.key_file", file, bool(key.strip()), "is empty", "write the key into it")

@@ -8,11 +8,11 @@ import logging
 import sqlite3
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from astraflow.config.env import user_path
 from astraflow.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ class Verdicts:
         self._entries = entries
         try:
             if directory:
-                Path(directory).expanduser().mkdir(parents=True, exist_ok=True)
-            place = str(Path(directory).expanduser() / _FILE) if directory else ":memory:"
+                user_path(directory).mkdir(parents=True, exist_ok=True)
+            place = str(user_path(directory) / _FILE) if directory else ":memory:"
             self._db: sqlite3.Connection | None = sqlite3.connect(
                 place, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import warnings
 from importlib.resources import as_file, files
-from pathlib import Path
 from typing import Any
 
+from astraflow.config.env import user_path
 from astraflow.errors import SourceError
 from astraflow.sources.files import load_jsonl
 from astraflow.sources.splits import check_row
@@ -30,7 +30,7 @@ class MbppSource:
         if shown < 1:
             raise SourceError("sources.mbpp.shown", shown, "must be >= 1", "without a test no function has a name")
         with as_file(files("astraflow.sources") / "data" / "mbpp" / "mbpp.jsonl") as shipped:
-            rows, self._fingerprint = load_jsonl(Path(path).expanduser() if path else shipped, _KEYS)
+            rows, self._fingerprint = load_jsonl(user_path(path) if path else shipped, _KEYS)
         first, last = SPLITS[split]
         rows = [row for row in rows if first <= row["task_id"] <= last]
         if not rows:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
+from astraflow.config.env import user_path
 from astraflow.errors import SourceError
 from astraflow.sources.files import load_jsonl
 from astraflow.sources.splits import check_row
@@ -40,7 +40,7 @@ class ProgramsSource:
         if max_cases < 1 or limit < 0:
             name, value = ("max_cases", max_cases) if max_cases < 1 else ("limit", limit)
             raise SourceError(f"sources.programs.{name}", value, "is too small", "use max_cases >= 1 and limit >= 0")
-        rows, self._fingerprint = load_jsonl(Path(path).expanduser(), (question, tests))
+        rows, self._fingerprint = load_jsonl(user_path(path), (question, tests))
         rows = rows[:limit] if limit else rows
         names = question, tests, starter, function
         self._rows = [_row(row, f"{path} row {number}", names, max_cases) for number, row in enumerate(rows)]

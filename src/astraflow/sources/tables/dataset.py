@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from astraflow.config.env import user_path
 from astraflow.errors import SourceError
 from astraflow.sources.splits import check_row, digest
 from astraflow.sources.tables.fields import ANSWER_FORMS, AnswerForm, answer_of, picked
@@ -37,7 +38,7 @@ class DatasetSource:
         self._fields, self._answer, self._id = dict(fields or {}), answer, id
         self._max_chars, self._duplicates, self._overlong = max_chars, duplicates, overlong
         self._check_options(limit)
-        self._tables = self._read(files_of(Path(path).expanduser(), split), limit)
+        self._tables = self._read(files_of(user_path(path), split), limit)
         self._rows = self._checked(limit)
         if not self._rows:
             raise SourceError("path", path, "holds no row", "give a data set that holds some")

@@ -1,0 +1,57 @@
+"""What people type by mistake, and places that this user cannot read: one sentence, no traceback."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from astraflow.cli.app import main
+from astraflow.config.env import cache_dir, user_path
+from astraflow.errors import Problem
+
+
+def said(words: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:
+    assert main(words) == code
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    return err
+
+
+def test_a_directory_is_answered_with_the_run_file_in_it(capsys, tmp_path):
+    assert f"recipe={tmp_path} is a directory; give a run file" in said(["run", str(tmp_path)], capsys, 2)
+    (tmp_path / "mine.toml").write_text("")
+    assert f"is a directory; give a file in it, such as {tmp_path / 'mine.toml'}" in said(
+        ["validate", str(tmp_path)], capsys, 2
+    )
+    (tmp_path / "run.resolved.json").write_text("")
+    assert str(tmp_path / "run.resolved.json") in said(["run", str(tmp_path)], capsys, 2)
+
+
+@pytest.mark.parametrize("recipe", ["", "~nobody-of-this-name/run.toml"])
+def test_what_is_no_file_is_no_recipe(recipe, capsys):
+    assert f"recipe={recipe} is neither a file nor a shipped recipe" in said(["validate", recipe], capsys, 2)
+
+
+def test_a_name_that_the_system_refuses_is_one_sentence(capsys):
+    assert "cannot be used (File name too long); mend that" in said(["validate", "x" * 300], capsys, 1)
+
+
+def test_a_file_that_this_user_may_not_read_is_one_sentence(capsys, monkeypatch):
+    def stat(self: Path, **_: object) -> os.stat_result:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert "file=locked/run.toml cannot be used (Permission denied)" in said(["run", "locked/run.toml"], capsys, 1)
+
+
+def test_without_a_home_directory_the_place_of_models_must_be_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # neither HOME nor an entry of this user
+    monkeypatch.delenv("ASTRAFLOW_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(Problem, match=r"ASTRAFLOW_CACHE= must say where models are kept.*no home"):
+        cache_dir()
+    monkeypatch.setenv("ASTRAFLOW_CACHE", str(tmp_path))
+    assert cache_dir() == tmp_path
+    assert user_path("~/x") == Path("~/x")
