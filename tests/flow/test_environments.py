@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from astraflow.models.tiny_char import CHAT_TEMPLATE, make_config
 from astraflow.testing.runs import LaunchedRun
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
@@ -64,3 +70,62 @@ reward = { type = "function", style = "trl", function = "foreign_rewards:trl_dig
     summary = played(tmp_path, workflow).summary()
     assert summary["accounting"]["trained"] == 12 and not summary["errors"]
     assert 0.0 < summary["reward"]["best"] < 1.0
+
+
+def model_of_words(place: Path, *words: str) -> Path:
+    """A tiny model, untrained, that can say these words and nothing else."""
+    known = ("<pad>", "<bos>", "<eos>", *words)
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, known))), "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=CHAT_TEMPLATE
+    )
+    config = make_config("tiny-char-small")
+    config.vocab_size = len(known)
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="NOT TESTED: rewards of TRL; pip install --no-deps trl==1.16.0")
+def test_rewards_that_ship_with_trl_drive_a_run(tmp_path: Path) -> None:
+    """Unchanged, by their names in TRL: both give rewards, and what they reward is learnt."""
+    model = model_of_words(tmp_path / "model", "<think>", "</think>", r"\boxed{2}", r"\boxed{3}")
+    (tmp_path / "sums.jsonl").write_text('{"question": "1+1?", "solution": "2"}\n')
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f"""
+[run]
+name = "run"
+steps = 8
+
+[sources.train]
+type = "jsonl"
+path = "{tmp_path}/sums.jsonl"
+
+[workflow]
+type = "single_turn"
+group_size = 32
+
+[workflow.reward]
+type = "function"
+style = "trl"
+function = ["trl.rewards:think_format_reward", "trl.rewards:accuracy_reward"]
+weights = [0.5, 0.5]
+
+[policies.actor]
+model = "{model}"
+batch = {{ groups = 2, max_staleness = 0 }}
+sampling = {{ max_tokens = 6 }}
+optimizer = {{ lr = 5e-3 }}
+""")
+    run = LaunchedRun.start(tmp_path, str(recipe))
+    try:
+        assert run.wait(250) == 0, run.words()
+    finally:
+        run.end()
+    assert not run.summary()["errors"], run.words()
+    steps = [row for row in run.metrics() if row["kind"] == "step"]
+    assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.15
+    assert max(row["reward/max"] for row in steps) == 1.0, "of an episode that satisfied both"
