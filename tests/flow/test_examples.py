@@ -72,7 +72,7 @@ class HandMadeRun:
                 process.send_signal(signal.SIGTERM)
         for process in self._processes.values():
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -88,7 +88,7 @@ class Editor(threading.Thread):
 
     def end(self) -> int:
         """Exit code of the worker."""
-        self.join(10.0)
+        self.join(60.0)
         return self._process.wait(20) if self._process is not None else 0
 
 

@@ -103,7 +103,7 @@ def test_an_engine_is_added_while_the_run_goes_on_and_takes_over(
         url = json.loads((run.directory / "dataflow" / "ready.json").read_text())["url"]
 
         def status() -> Any:
-            with urllib.request.urlopen(f"{url}/status", timeout=10) as answer:
+            with urllib.request.urlopen(f"{url}/status", timeout=60) as answer:
                 return json.load(answer)
 
         def nodes() -> list[dict[str, Any]]:

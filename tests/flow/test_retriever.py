@@ -33,7 +33,7 @@ def test_it_answers_until_it_is_told_to_end(tmp_path):
         assert [hit.passage.id for hit in client.search(["ana cole born"], 1)[0]] == ["b"]
     finally:
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "retriever answers at http://127.0.0.1:" in out
 
@@ -51,5 +51,5 @@ def test_it_answers_until_it_is_told_to_end(tmp_path):
 def test_what_cannot_work_is_said_at_once(tmp_path, words, said):
     corpus = write_corpus(tmp_path / "c.jsonl")
     process = start(tmp_path, *(word.replace("CORPUS", str(corpus)) for word in words))
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode in (1, 2) and said in err

@@ -112,5 +112,5 @@ def test_eight_data_services_start_at_once_without_a_clash(tmp_path: Path) -> No
     finally:
         for process in started:
             process.send_signal(signal.SIGTERM)
-        codes = [process.wait(30.0) for process in started]
+        codes = [process.wait(60.0) for process in started]
     assert codes == [0] * 8

@@ -93,7 +93,7 @@ def test_every_row_has_its_columns_once_though_workers_are_killed(tmp_path: Path
                 os.kill(killed[-1], signal.SIGKILL)
             code = run.wait(200)
             over.set()
-            following.join(20)
+            following.join(60)
     finally:
         run.end()
     assert code == 0, run.words()

@@ -91,7 +91,7 @@ class Ranks:
         """Whatever state they are in."""
         for process in self.processes:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 @dataclass(frozen=True)

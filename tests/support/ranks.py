@@ -42,7 +42,7 @@ def run_ranks(
             try:
                 kind, result = end.recv()
             except EOFError:
-                results.append(process.wait(10))
+                results.append(process.wait(60))
                 continue
             if kind == "raised":
                 raised.append(f"rank {rank}: {result}")
@@ -50,7 +50,7 @@ def run_ranks(
     finally:
         for process in processes:
             process.kill()
-            process.wait(10)
+            process.wait(60)
     if raised:
         raise AssertionError("\n".join(raised))
     return results

@@ -1,7 +1,8 @@
+"""`astraflow <verb>` as a user types it: what works, what is refused and how it is said."""
+
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from contextlib import closing
@@ -11,27 +12,15 @@ import pytest
 
 from astraflow import __version__
 from astraflow.cli.app import main
-from astraflow.cli.look import lines_of
-from astraflow.cli.play import choose_policy, open_model
 from astraflow.cli.run import join_pairs, open_run
 from astraflow.cli.services import _engines, joining, read_token
 from astraflow.config.env import token_from_env
 from astraflow.config.load import resolved_json
-from astraflow.config.recipes import about, examples, examples_dir, recipe_names, recipe_path
+from astraflow.config.recipes import recipe_path
 from astraflow.errors import ConfigError, LaunchError, Problem
 from astraflow.launch.claim import claim
-from astraflow.launch.rundir import RunDirectory, write_ready
 from astraflow.wire.app import bind
-
-ERROR_FORM = r"error: .+=.+; .+"
-
-
-def failing(words: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:
-    """The one message of a command that must end with `code`, without a traceback."""
-    assert main(words) == code
-    err = capsys.readouterr().err
-    assert "Traceback" not in err
-    return err
+from command_line import failing
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,32 +191,6 @@ def test_a_whole_section_is_taken_out_by_none(capsys: pytest.CaptureFixture[str]
     assert "did you mean 'evaluation'?" in failing(["validate", "quickstart", "--evalution=none"], capsys, 2)
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_is_valid_and_says_what_it_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", name]) == 0
-    assert f"{name} is valid" in capsys.readouterr().out
-    assert open_run(name, []).run.name == name
-    assert main(["recipes"]) == 0
-    (line,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith(f"{name} ")]
-    said = about(recipe_path(name))
-    assert said.takes and said.takes in line and len(said.what) > 20 and said.what in line
-    assert f"needs {said.needs}" in line if said.needs else "; needs" not in line
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_a_recipe_says_what_it_needs_beside_the_usual(name: str) -> None:
-    text, needs = recipe_path(name).read_text(), about(recipe_path(name)).needs
-    assert ("smollm2" in needs) == ('model = "smollm2' in text)
-    assert ("sandbox" in needs) == bool(re.search(r'reward = "?.*\bcode\b|"coder_tester"', text))
-
-
-def test_examples_are_listed_with_where_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes"]) == 0
-    out = capsys.readouterr().out
-    assert "teams/verifier.toml" in out and str(examples_dir()) in out
-    assert all(about(path).what for path in examples())
-
-
 def test_modules_that_lie_beside_the_run_file_are_found_by_a_hint(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,17 +204,6 @@ def test_modules_that_lie_beside_the_run_file_are_found_by_a_hint(
     )
     monkeypatch.chdir(tmp_path / "mine")
     assert "first: cd" not in failing(["validate", "run.toml"], capsys, 2)
-
-
-def test_recipes_are_shown_and_copied(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["recipes", "show", "quickstart"]) == 0
-    shown = capsys.readouterr().out
-    assert main(["recipes", "copy", "quickstart"]) == 0
-    assert (tmp_path / "quickstart.toml").read_text() == shown
-    assert "already exists" in failing(["recipes", "copy", "quickstart"], capsys, 1)
 
 
 def test_validate_show_prints_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,96 +261,9 @@ def test_a_wrong_url_is_one_sentence(verb: str, capsys: pytest.CaptureFixture[st
     assert "must start with http://" in failing([verb, "--dataflow", "localhost:1", *more], capsys, 1)
 
 
-def test_status_of_what_is_no_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "holds no run" in failing(["status", str(tmp_path)], capsys, 1)
-    assert "gave no answer" in failing(["status", "http://127.0.0.1:9"], capsys, 1)
-
-
-def test_status_of_a_run_that_ended_is_its_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "run.resolved.json").write_text(resolved_json(open_run("quickstart", [])))
-    assert "made no step" in failing(["status", str(tmp_path)], capsys, 1)
-    (tmp_path / "report").mkdir()
-    (tmp_path / "report" / "summary.json").write_text(
-        json.dumps({"steps": 3, "reward": {"start": 0.123456, "end": 1.0}})
-    )
-    assert main(["status", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines() == ["steps: 3", "reward:", "  start: 0.1235", "  end: 1"]
-
-
-@pytest.mark.parametrize(("steps", "state"), [(3, "finished"), (4, "ended at step 3 of 4; go on with it by --resume")])
-def test_status_of_a_run_by_hand_that_ended_is_what_it_wrote(
-    steps: int, state: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    config = open_run("quickstart", [f"--run.steps={steps}"])
-    (tmp_path / "run.resolved.json").write_text(resolved_json(config))
-    rows = [{"kind": "step", "policy": "actor", "step": step, "reward/mean": 0.5} for step in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_ready(tmp_path / "dataflow" / "ready.json", "http://127.0.0.1:9")
-    assert main(["status", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert f"state: {state}" in lines and "steps: 3" in lines
-    assert f"report: astraflow report {tmp_path} writes it" in lines
-
-
-def test_status_of_a_run_whose_service_was_killed_asks_nobody(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Another service may listen there now: its status would be shown, and it would get our token."""
-    (tmp_path / "run.resolved.json").write_text(resolved_json(open_run("quickstart", [])))
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "policy": "actor", "step": 1}\n')
-    with closing(bind("127.0.0.1", 0, "test")) as other:
-        other.settimeout(0)
-        write_ready(tmp_path / "dataflow" / "ready.json", f"http://127.0.0.1:{other.getsockname()[1]}")
-        assert main(["status", str(tmp_path)]) == 0
-        with pytest.raises(BlockingIOError):
-            other.accept()
-    assert "ended at step 1" in capsys.readouterr().out
-
-
-def test_lines_of_nested_facts() -> None:
-    assert lines_of({"a": {"b": 1}, "c": {}, "d": [1]}) == ["a:", "  b: 1", "c: {}", "d: [1]"]
-
-
 def test_doctor_says_ok_or_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code = main(["doctor", "--directory", str(tmp_path)])
     rows = capsys.readouterr().out.splitlines()
     assert code == int(any(row.startswith("FAIL") for row in rows))
     assert all(row.startswith("ok") or ";" in row for row in rows)
     assert {row.split()[1] for row in rows} >= {"python", "torch", "cores", "memory", "disk"}
-
-
-def test_a_model_without_a_run_needs_a_recipe(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="name them with --recipe"):
-        open_model(str(tmp_path), "", "", [])
-
-
-def test_a_run_of_several_policies_is_played_by_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = open_run("quickstart", ["--policies.critic.model=tiny-char"])
-    (tmp_path / "run.resolved.json").write_text(resolved_json(config))
-    made = {"actor": tmp_path / "a"}
-    monkeypatch.setattr(RunDirectory, "newest_checkpoint", lambda self, name: made.get(name))
-    monkeypatch.setattr("astraflow.models.registry.model_directory", lambda name, *_: name)
-    with pytest.raises(LaunchError, match="has no whole checkpoint of critic"):
-        open_model(str(tmp_path), "", "", [])
-    made["critic"] = tmp_path / "b"
-    assert open_model(str(tmp_path), "", "", [])[1] == {"actor": str(made["actor"]), "critic": str(made["critic"])}
-    with pytest.raises(LaunchError, match="--policy is one of: actor, critic"):
-        open_model(str(tmp_path), "", "judge", [])
-
-
-def test_the_policy_must_be_named_when_there_are_several() -> None:
-    config = open_run("quickstart", ["--policies.critic.model=tiny-char"])
-    with pytest.raises(LaunchError, match="one of: actor, critic"):
-        choose_policy(config, "")
-    assert choose_policy(config, "critic") == "critic"
-    assert choose_policy(open_run("quickstart", []), "") == "actor"
-
-
-def test_sft_of_several_ranks_starts_itself_for_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started: list[tuple[object, ...]] = []
-    monkeypatch.setattr("astraflow.cli.play.start_ranks", lambda *words: started.append(words))
-    monkeypatch.setattr("astraflow.observe.logs.setup_logging", lambda *_: None)
-    change = "--policies.actor.trainer.ranks=2"
-    assert main(["sft", "quickstart", f"--out={tmp_path / 'base'}", "--threads=3", change]) == 0
-    words = ["sft", "quickstart", f"--out={tmp_path / 'base'}", "--policy=actor", "--threads=3", change]
-    assert started == [("sft of actor", 2, words, None)]

@@ -29,7 +29,7 @@ class Service:
         self.shell: Shell = app.state.shell
         self._thread = threading.Thread(target=self._main, args=(app,))
         self._thread.start()
-        assert self._ready.wait(20), "the service did not start"
+        assert self._ready.wait(60), "the service did not start"
 
     def _main(self, app: Any) -> None:
         async def main() -> None:
@@ -52,11 +52,11 @@ class Service:
         async def run() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(60)
 
     def submit(self, command: Any) -> Any:
         """Put a command through the journal."""
-        return asyncio.run_coroutine_threadsafe(self.shell.submit(command), self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(self.shell.submit(command), self._loop).result(60)
 
     def client(self, token: str | None = None, *, give_up_s: float = 3.0) -> DataflowClient:
         """A new client."""
@@ -75,14 +75,14 @@ class Service:
 
     def wait_for_end(self) -> None:
         """Until the service ended by itself."""
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def close(self) -> None:
         """Stop the service and its clients."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(20)
+            self._thread.join(60)
         for client in self._clients:
             client.close()
 

@@ -81,7 +81,7 @@ def test_a_node_that_leaves_in_the_same_turn_gets_the_answer_to_its_commit(serve
     client.lease("n", 2)
     commands = [c.DrainNode("n"), c.CommitEpisodes("n", None, []), c.LeaseEpisodes("n", "r", 1)]
     at_once = asyncio.run_coroutine_threadsafe(service.shell.submit_all(commands), service._loop)
-    drained, committed, leased = at_once.result(10)
+    drained, committed, leased = at_once.result(60)
     assert drained is None and committed == {} and leased.status == 404
 
 

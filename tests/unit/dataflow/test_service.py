@@ -94,7 +94,7 @@ def test_a_waiting_batch_request_is_answered_by_the_commit_that_fills_it(serve: 
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(service.client().batch, "actor", "t", 0, wait_s=20)
         play(client, 4)
-        got = waiting.result(10)
+        got = waiting.result(60)
     assert got is not None and got[0].step == 1
 
 
@@ -106,7 +106,7 @@ def test_a_waiting_lease_request_is_answered_by_the_acknowledgement_that_opens_t
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(service.client().lease, "n", 8, wait_s=20)
         step(client, 0)
-        leases = waiting.result(10).leases
+        leases = waiting.result(60).leases
     assert len(leases) == 4
 
 
@@ -217,7 +217,7 @@ def test_nothing_to_train_on_ends_every_wait_with_advice(serve: Serve) -> None:
         leases = client.lease("n", 4).leases
         client.commit([episode(x, "n", 1.0) for x in leases])
         with pytest.raises(WireError, match="make rewards differ") as caught:
-            waiting.result(10)
+            waiting.result(60)
     assert caught.value.status == 409
     assert status_of(lambda: client.lease("n", 1)) == 409
     assert client.status()["failure"]["kind"] == "NothingToTrainOn"
@@ -289,7 +289,7 @@ def test_nothing_to_train_on_is_the_answer_to_everybody(serve: Serve) -> None:
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(client.lease, "n", 1, wait_s=30)
         with pytest.raises(WireError, match=r"sources\.train\.operators=curriculum let no task through"):
-            waiting.result(10)
+            waiting.result(60)
     assert client.status()["failure"]["kind"] == "NothingToTrainOn"
 
 
@@ -304,7 +304,7 @@ def test_a_lease_request_repeated_after_its_episodes_were_committed_is_answered_
     with ThreadPoolExecutor() as pool:  # a request that is never answered would keep the client waiting for minutes
         again = pool.submit(client.lease, "n", 2, request_id="same")
         try:
-            assert again.result(5).leases == []
+            assert again.result(60).leases == []
         finally:
             service.call(service.shell.stop)
     assert service.client().status()["journal"]["command"] == before + 1

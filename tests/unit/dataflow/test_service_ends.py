@@ -43,7 +43,7 @@ def test_a_service_that_stops_asks_who_waits_to_come_back_after_a_pause(
     monkeypatch.setattr(service.shell, "wait", waits)
     with ThreadPoolExecutor() as pool:
         waiting = [pool.submit(call, service.client(give_up_s=0.0)) for call in calls]
-        assert all(arrived.acquire(timeout=10) for _ in calls)
+        assert all(arrived.acquire(timeout=60) for _ in calls)
         service.close()
         errors = [future.exception(10) for future in waiting]
     for error in errors:
@@ -110,7 +110,7 @@ def test_a_full_disk_is_507_and_nothing_is_lost(serve: Serve) -> None:
             assert not results.done()
             threading.Event().wait(0.01)
         service.call(lambda: database.execute("PRAGMA max_page_count=100000").fetchall())
-        assert set(results.result(20).values()) == {"accepted"}
+        assert set(results.result(60).values()) == {"accepted"}
     hasty.close()
 
 

@@ -192,7 +192,7 @@ def test_a_lease_waits_for_rows_and_a_worker_may_leave(serve: Serve) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.stage_lease, "echo", "v", 1, wait_s=20)
         play(client)
-        assert len(waiting.result(10)[0].leases) == 1
+        assert len(waiting.result(60)[0].leases) == 1
     client.stage_leave("echo", "v")
     assert len(client.stage_lease("echo", "w", 10)[0].leases) == 2
 

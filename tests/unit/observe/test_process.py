@@ -29,5 +29,5 @@ def test_outside_the_main_thread_no_handler_is_set() -> None:
 
     thread = threading.Thread(target=enter)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert seen == [(False, before)]

@@ -257,7 +257,7 @@ def test_processes_end_with_whoever_made_them(tmp_path):
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))
     process.communicate("\n")
-    child.wait(10)
+    child.wait(60)
 
 
 def test_a_clean_process_knows_no_secret_and_hashes_alike(make, monkeypatch):

@@ -138,7 +138,7 @@ def test_who_comes_while_an_index_is_made_waits_for_it(tmp_path, monkeypatch):
     def slow(directory, path, fields):
         writes.append(directory)
         for _ in range(2):  # both threads are there
-            assert at_the_lock.acquire(timeout=10)
+            assert at_the_lock.acquire(timeout=60)
         return write(directory, path, fields)
 
     monkeypatch.setattr(store.fcntl, "flock", told)

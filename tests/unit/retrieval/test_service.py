@@ -44,19 +44,19 @@ def serving(retriever, token=None, **options) -> Iterator[str]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield urls[0]
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 
 def post(url, body, **headers):
     request = Request(url, json.dumps(body).encode(), {"content-type": "application/json", **headers})
     try:
-        with urlopen(request, timeout=10) as reply:
+        with urlopen(request, timeout=60) as reply:
             return reply.status, json.loads(reply.read())
     except HTTPError as error:
         return error.code, json.loads(error.read())
@@ -116,7 +116,7 @@ def test_a_token_keeps_strangers_out_but_health_answers(small):
         with pytest.raises(Unauthorized):
             RemoteRetriever(url).search(["red"], 1)
         assert RemoteRetriever(url, "secret").search(["red"], 1)[0][0].passage.id == "a"
-        with urlopen(f"{url}/health", timeout=10) as reply:
+        with urlopen(f"{url}/health", timeout=60) as reply:
             assert json.loads(reply.read()) == {"ok": True}
 
 
@@ -137,7 +137,7 @@ def test_numbers_for_prometheus(small):
         RemoteRetriever(url).search(["red harbor", "zebra"], 1)
         RemoteRetriever(url).read(["a", "zz", "b"])
         post(f"{url}/retrieve", {})
-        with urlopen(f"{url}/metrics", timeout=10) as reply:
+        with urlopen(f"{url}/metrics", timeout=60) as reply:
             lines = dict(line.rsplit(" ", 1) for line in reply.read().decode().splitlines() if not line.startswith("#"))
     names = ("passages", "queries_total", "empty_total", "batches_total", "waiting", "reads_total", "missing_total")
     said = [float(lines[f"astraflow_retriever_{name}"]) for name in (*names, "refused_total")]
@@ -157,7 +157,7 @@ def test_a_service_that_never_answers_is_given_up(small):
 
     class Hung:
         def search(self, queries, topk):
-            let_go.wait(10)
+            let_go.wait(60)
             return small.search(queries, topk)
 
     with serving(Hung()) as url:
@@ -181,7 +181,7 @@ async def test_questions_that_come_meanwhile_are_one_batch():
 
     def answer(questions):
         batches.append(list(questions))
-        assert go.wait(10)
+        assert go.wait(60)
         return [question * 10 for question in questions]
 
     batcher: Batcher[int, int] = Batcher(answer, max_batch=4)
@@ -231,7 +231,7 @@ async def test_who_gave_up_is_not_asked_for():
 
     def answer(questions):
         asked.extend(questions)
-        assert go.wait(10)
+        assert go.wait(60)
         return questions
 
     batcher: Batcher[int, int] = Batcher(answer)

@@ -80,7 +80,7 @@ class Bench:
     async def play(self, *leases, count=None):
         """The episodes of these leases, by task row."""
         self.runner.accept(leases)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(self.episodes) < (len(leases) if count is None else count):
                 self.ended.clear()
                 await self.ended.wait()

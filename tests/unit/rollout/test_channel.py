@@ -98,7 +98,7 @@ async def test_the_end_of_the_other_side_is_told_once():
     channel = Channel(lambda m: None, lambda: lost.append(1))
     await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=ours)
     theirs.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not lost:
             await asyncio.sleep(0.01)
     channel.send(Pulse())  # dropped
@@ -146,7 +146,7 @@ asyncio.run(main())
         assert worker.is_running()
         node.kill()
         node.wait()
-        worker.wait(10)
+        worker.wait(60)
     assert not worker.is_running()
 
 

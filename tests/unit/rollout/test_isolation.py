@@ -170,7 +170,7 @@ async def test_children_that_stay_end_with_their_worker(workflow, kind):
         assert child.is_running()
         after = await made.play(lease("fine", 1), count=2)
         assert after[1].error is None, "a child that was forked does not speak for the worker"
-    await asyncio.to_thread(lambda: psutil.wait_procs([child], timeout=10))
+    await asyncio.to_thread(lambda: psutil.wait_procs([child], timeout=60))
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 

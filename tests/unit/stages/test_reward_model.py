@@ -55,7 +55,7 @@ class Judge:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 def text(content: object) -> bytes:

@@ -44,7 +44,7 @@ def in_background(work: Callable[[], Any]) -> Iterator[threading.Thread]:
     try:
         yield thread
     finally:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 

@@ -37,7 +37,7 @@ def call(play, model="actor"):
     host, _, path = play.base_url.removeprefix("http://").partition("/")
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "1+1=?"}]})
     head = {"content-type": "application/json", "authorization": f"Bearer {play.api_key}"}
-    with closing(http.client.HTTPConnection(host, timeout=20)) as connection:
+    with closing(http.client.HTTPConnection(host, timeout=60)) as connection:
         connection.request("POST", f"/{path}/chat/completions", body, head)
         reply = connection.getresponse()
         return reply.status, json.loads(reply.read())
@@ -57,7 +57,7 @@ def test_plays_until_the_run_is_over(bench, swarm):
         rewards.append(play.task.row)
         if len(rewards) == 4:
             end.start()
-    end.join(20)
+    end.join(60)
     assert rewards == [0, 1, 2, 3]
     assert [(e.error, e.code, e.trajectories[0].reward) for e in bench.episodes] == [(None, "v1", 0.5)] * 4
     with pytest.raises(RunOver):

@@ -102,7 +102,7 @@ def test_what_is_saved_is_of_the_moment_of_the_save(stepped, tmp_path, monkeypat
     late, original = threading.Event(), saver.save_checkpoint
 
     def save_late(*args, **kwargs):
-        assert late.wait(30)
+        assert late.wait(60)
         return original(*args, **kwargs)
 
     monkeypatch.setattr(saver, "save_checkpoint", save_late)

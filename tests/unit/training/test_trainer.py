@@ -62,12 +62,12 @@ def _dataflow(config, run_dir):
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(60)
     try:
         yield urls[0]
     finally:
         loops[0].call_soon_threadsafe(stop.set)
-        thread.join(30)
+        thread.join(60)
 
 
 def _episode(lease, node_id, version):
@@ -109,7 +109,7 @@ def _node(url):
         yield
     finally:
         ended.set()
-        thread.join(30)
+        thread.join(60)
         client.close()
 
 

@@ -27,11 +27,11 @@ def test_nobody_looks_for_a_version_for_which_nobody_waits(tmp_path: Path, monke
         await look
         assert not serving._waiting
 
-    asyncio.run(asyncio.wait_for(two_readers(), 20))
+    asyncio.run(asyncio.wait_for(two_readers(), 60))
 
 
 def test_nobody_waits_for_a_policy_that_is_not_there(tmp_path: Path) -> None:
     serving = app_module._Serving(tmp_path)
     with pytest.raises(HttpError, match="policy=critic is not here"):
-        asyncio.run(asyncio.wait_for(serving._arrival("critic", 1, 60.0), 20))
+        asyncio.run(asyncio.wait_for(serving._arrival("critic", 1, 60.0), 60))
     assert not serving._waiting and not serving._shared._running

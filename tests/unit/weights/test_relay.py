@@ -60,7 +60,7 @@ def relaying(url: str, directory: Path, **options: Any) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive()
     assert failures == []
 
@@ -187,7 +187,7 @@ def follower(tmp_path: Path) -> Iterator[Follower]:
     yield started
     stop.set()
     client.close()
-    started.join(5)
+    started.join(60)
 
 
 @pytest.mark.parametrize(("newest", "trainer"), [(4, "after"), (5, "after"), (6, "after"), (4, "before")])
@@ -294,7 +294,7 @@ def test_a_relay_says_whose_versions_it_has(tmp_path: Path, follower: Follower) 
     again = Follower(FileStore(tmp_path / "relay", "actor"), WeightClient(), threading.Event())
     assert again.trainer == "", "what another process has left is compared first"
     again._stop.set()
-    again.join(5)
+    again.join(60)
 
 
 def test_what_is_compared_with_was_announced(tmp_path: Path) -> None:
@@ -375,8 +375,8 @@ def test_a_full_disk_of_a_relay_is_waited_for(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(client, "copy", copy)
     follower = Follower(FileStore(tmp_path, "actor"), client, stop)
     follower.announce(WeightVersion("actor", 0, ("http://a/actor",)), "t")
-    assert came.wait(20.0) and follower.num_failures == 2
+    assert came.wait(60.0) and follower.num_failures == 2
     stop.set()
-    follower.join(5.0)
+    follower.join(60.0)
     follower.check()
     client.close()

@@ -43,7 +43,7 @@ def until(holds: Callable[[], bool], limit_s: float = 20.0) -> bool:
 
 @pytest.fixture
 def pool() -> Iterator[urllib3.PoolManager]:
-    with urllib3.PoolManager(retries=False, timeout=10) as manager:
+    with urllib3.PoolManager(retries=False, timeout=60) as manager:
         yield manager
 
 
@@ -134,7 +134,7 @@ def test_paths_that_lead_out_are_refused(served: tuple[FileStore, str]) -> None:
         "/weights/actor/0//etc/passwd",
     )
     for path in paths:
-        with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as raw:
+        with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as raw:
             raw.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
             reply = b"".join(iter(lambda: raw.recv(65536), b""))
         assert reply.split(b" ", 2)[1] == b"404", path
@@ -179,7 +179,7 @@ def test_a_reader_that_stalls_delays_nobody(tmp_path: Path) -> None:
     store.publish(0, big)
     with serving_weights(tmp_path) as url:
         address = urlsplit(url)
-        with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as stalled:
+        with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as stalled:
             stalled.sendall(b"GET /weights/actor/0/model.safetensors HTTP/1.1\r\nhost: x\r\n\r\n")
             first = stalled.recv(1000)
             assert first.startswith(b"HTTP/1.1 200")
@@ -213,7 +213,7 @@ def test_a_reader_that_leaves_gives_its_file_back(tmp_path: Path) -> None:
             return sum(link.startswith(str(tmp_path)) and link.endswith("model.safetensors") for link in links)
 
         for _ in range(5):
-            with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as leaving:
+            with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as leaving:
                 leaving.sendall(b"GET /weights/actor/0/model.safetensors HTTP/1.1\r\nhost: x\r\n\r\n")
                 leaving.recv(1000)
         if sys.platform == "linux":

@@ -274,7 +274,7 @@ def test_a_stream_of_readers_does_not_keep_what_nobody_reads(tmp_path: Path) -> 
     finally:
         stop.set()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
 
 
 def test_nothing_is_retired_while_a_lease_is_being_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +395,7 @@ def test_a_reader_sees_whole_versions_only(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     version = 0
     while (len(set(seen)) < 10 and time.monotonic() < deadline) and thread.is_alive():
         version += 1

@@ -86,7 +86,7 @@ def test_a_refused_large_body_is_not_read_and_the_connection_goes_on(tmp_path: P
 @pytest.mark.parametrize("at", [0, 100_000, 6 << 20])
 def test_a_large_body_that_is_cut_leaves_nothing_behind(at: int, tmp_path: Path) -> None:
     with running(inbox=Inbox(tmp_path)) as url:
-        with socket.create_connection(url.removeprefix("http://").split(":"), timeout=5) as sock:
+        with socket.create_connection(url.removeprefix("http://").split(":"), timeout=60) as sock:
             head = f"content-type: {CONTENT_TYPE}\r\ncontent-length: {8 << 20}\r\n\r\n"
             sock.sendall(POST_BULK + head.encode() + bytes(at))
         client = HttpClient(url)
@@ -116,7 +116,7 @@ def test_a_body_over_the_limit_is_413_before_it_is_read(tmp_path: Path) -> None:
         with pytest.raises(WireError, match=r"body=3145728 bytes must be at most 2097152; .*max_body_bytes") as caught:
             HttpClient(url).post_stream("/bulk", pieces, Ok)
         assert caught.value.status == 413
-        with socket.create_connection(url.removeprefix("http://").split(":"), timeout=5) as sock:  # sends no body
+        with socket.create_connection(url.removeprefix("http://").split(":"), timeout=60) as sock:  # sends no body
             sock.sendall(POST_BULK + b"content-length: 9999999\r\n\r\n")
             assert sock.recv(65536).startswith(b"HTTP/1.1 413")
     with running(limit=2 << 20, inbox=Inbox(tmp_path)) as url:
@@ -193,7 +193,7 @@ def test_answers_in_chunks_and_without_a_length_are_read_to_their_end() -> None:
         assert client.json("GET", "/", None, Ok).ok
         client._pool.close()
         assert client.json("GET", "/", None, Ok).ok
-    thread.join(5)
+    thread.join(60)
     sock.close()
 
 
@@ -219,7 +219,7 @@ def test_an_answer_without_end_is_none(text: bytes, error: str) -> None:
     with closing(sock), closing(HttpClient(f"http://127.0.0.1:{sock.getsockname()[1]}", give_up_s=0.0)) as client:
         with pytest.raises(WireError, match=error):
             client.json("GET", "/", None, Ok)
-        thread.join(5)
+        thread.join(60)
 
 
 def test_an_answer_comes_in_one_piece() -> None:

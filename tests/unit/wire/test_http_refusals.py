@@ -140,7 +140,7 @@ def test_of_an_error_without_an_end_so_much_is_read(length: str) -> None:
     finally:
         over.set()
         listening.close()
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive() and len(sent) == 2 and max(sent) < 256, "the rest was not read"
 
 
@@ -178,7 +178,7 @@ def test_loopback_needs_no_token(host: str) -> None:
 
 def test_a_pickle_sent_to_a_service_is_refused() -> None:
     bomb = b"cposix\nsystem\n(S'touch pwned'\ntR."
-    with running() as url, socket.create_connection(url.removeprefix("http://").split(":"), timeout=5) as sock:
+    with running() as url, socket.create_connection(url.removeprefix("http://").split(":"), timeout=60) as sock:
         head = b"POST /echo HTTP/1.1\r\nhost: x\r\nx-astraflow-protocol: 1\r\ncontent-type: application/json\r\n"
         sock.sendall(head + b"content-length: %d\r\n\r\n" % len(bomb) + bomb)
         answer = sock.recv(65536)

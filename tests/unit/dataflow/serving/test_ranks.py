@@ -54,7 +54,7 @@ def test_a_rank_that_asks_before_rank_0_acknowledged_waits_for_it(serve: Serve) 
         client.batch("actor", "t", 1, rank=0, ranks=2)
     assert first is not None
     client.ack(first[0], "t")
-    asking.join(20)
+    asking.join(60)
     assert answers[0] is not None and answers[0][0].step == 2
 
 

@@ -21,7 +21,7 @@ TOOL = {"type": "function", "function": {"name": "calc", "parameters": {"type": 
 
 def hangs(service: FakeService, requests: int) -> None:
     """Waits until so many are held."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while service.held < requests:
         assert time.monotonic() < end
         time.sleep(0.001)

@@ -85,7 +85,7 @@ async def a_node(**options: Any) -> AsyncIterator[Node]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.002)
 

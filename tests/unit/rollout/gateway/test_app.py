@@ -32,7 +32,7 @@ async def url(world: Any) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def agent(world: Any, url: str) -> AsyncIterator[Any]:
-    async with openai.AsyncOpenAI(base_url=url, api_key=world.key, max_retries=0, timeout=10) as client:
+    async with openai.AsyncOpenAI(base_url=url, api_key=world.key, max_retries=0, timeout=60) as client:
         yield client
 
 

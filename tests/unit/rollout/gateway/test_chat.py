@@ -20,7 +20,7 @@ USER = {"role": "user", "content": "hi"}
 
 async def until(holds: Any) -> None:
     """Returns once it does."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.001)
 
@@ -33,7 +33,7 @@ async def made(stage: Any) -> AsyncIterator[Any]:
     sock = bind("127.0.0.1", 0, "gateway.port")
     server = asyncio.create_task(serve(create_app(made.gateway), sock, ready.set_result, stop, grace_s=1))
     made.url = f"{await ready}/v1"
-    async with openai.AsyncOpenAI(base_url=made.url, api_key=made.key, max_retries=0, timeout=10) as made.agent:
+    async with openai.AsyncOpenAI(base_url=made.url, api_key=made.key, max_retries=0, timeout=60) as made.agent:
         yield made
     stop.set()
     await server

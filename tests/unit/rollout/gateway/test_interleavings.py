@@ -128,7 +128,7 @@ class Play:
             await self.turns()
             assert self.engine.stats()["running"] == 0
         self.engine.release()
-        outcomes = await asyncio.wait_for(asyncio.gather(*self.agents, return_exceptions=True), 10)
+        outcomes = await asyncio.wait_for(asyncio.gather(*self.agents, return_exceptions=True), 60)
         for episode in range(2):
             await self.close(episode)
         await self.turns()

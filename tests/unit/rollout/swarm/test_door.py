@@ -19,7 +19,7 @@ class Plain:
         self.client, self.token = client, token
 
     def send(self, method, path, body=None, *, raw=None, headers=None):
-        connection = http.client.HTTPConnection(self.address, timeout=20)
+        connection = http.client.HTTPConnection(self.address, timeout=60)
         data = raw if raw is not None else json.dumps(body).encode() if body is not None else None
         head = {"content-type": "application/json", **(headers or {})}
         if self.token:
@@ -238,7 +238,7 @@ def test_a_late_copy_of_a_request_leases_nothing(bench, plain):
 
 def test_a_client_that_hangs_up_before_it_is_told_holds_nothing(bench, plain):
     bench.pending.clear()
-    connection = http.client.HTTPConnection(plain.address, timeout=20)
+    connection = http.client.HTTPConnection(plain.address, timeout=60)
     body = json.dumps({"client": "c", "wait_s": 20})
     connection.request("POST", "/swarm/leases", body, {"content-type": "application/json"})
     bench.wait_for(lambda: bench.swarm.pool.asked == 1)
@@ -320,7 +320,7 @@ def test_the_end_of_the_run_is_said_to_who_waits_and_who_comes():
         waiting.start()
         bench.wait_for(lambda: bench.swarm.pool.asked == 1)
         bench.say_over()
-        waiting.join(20)
+        waiting.join(60)
         assert answers[0][0] == 410 and "run=over" in answers[0][1]["error"]
         assert plain.send("POST", "/swarm/heartbeat", {"client": "d"})[0] == 410
 

@@ -46,7 +46,7 @@ def service() -> Iterator[str]:
 
 def connect(url: str) -> socket.socket:
     parts = urlsplit(url)
-    return socket.create_connection((parts.hostname, parts.port), timeout=20)
+    return socket.create_connection((parts.hostname, parts.port), timeout=60)
 
 
 def read(sock: socket.socket, count: int) -> bytes:
@@ -205,7 +205,7 @@ def test_the_command_says_where_it_listens_and_ends(service: str) -> None:
             assert read(sock, 5) == b"hello"
         process.stdin.write("end\n")
         process.stdin.flush()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def test_connections_that_are_made_while_a_link_ends_are_closed() -> None:

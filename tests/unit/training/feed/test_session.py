@@ -83,7 +83,7 @@ def test_the_next_batch_is_pulled_while_the_trainer_does_something_else(service,
         monkeypatch.setattr(session, "next_batch", next_batch)
         assert not arrived.wait(0.2), "nothing is asked for before the step is done"
         batches.done(first)
-        assert arrived.wait(10), "pulled without being asked"
+        assert arrived.wait(60), "pulled without being asked"
         assert next(steps).step == 2
 
 
@@ -205,7 +205,7 @@ def test_closing_ends_a_pull_in_the_background(service):
         session.resume(0, ("file:///w",))
         batches = PolicyBatches(session)
         batches._pull()
-    found = batches._pulled.get(timeout=10)
+    found = batches._pulled.get(timeout=60)
     assert found is None or isinstance(found, WireError)
 
 

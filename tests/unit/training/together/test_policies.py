@@ -8,7 +8,7 @@ from astraflow.training.together.policies import train_all
 
 
 def test_all_are_trained_at_once() -> None:
-    meeting, done = threading.Barrier(3, timeout=30), list[str]()
+    meeting, done = threading.Barrier(3, timeout=60), list[str]()
 
     def train(policy: str) -> None:
         meeting.wait()  # nobody passes before all are here
@@ -25,7 +25,7 @@ def test_one_that_fails_ends_the_others_and_is_named() -> None:
     def train(policy: str) -> None:
         if policy == "b":
             raise ValueError("b is broken")
-        assert stop.wait(30)
+        assert stop.wait(60)
         ended.append(policy)
 
     with pytest.raises(ValueError, match="b is broken"):
@@ -40,6 +40,6 @@ def test_one_that_is_done_lets_the_others_go_on() -> None:
         if policy == "a":
             first.set()
         else:
-            assert first.wait(30) and not stop.is_set()
+            assert first.wait(60) and not stop.is_set()
 
     train_all(["a", "b"], train, stop)

@@ -178,7 +178,7 @@ def test_nobody_waits_for_a_mirror_that_hangs(source: FileStore, memory: str, mo
     monkeypatch.setattr(Bucket, "put_file", hang)
     publish(source, range(2))
     mirror = Mirror(source, memory)
-    assert reached.wait(20.0)
+    assert reached.wait(60.0)
     publish(source, range(2, 6))
     mirror.announce(5)
     assert not mirror.flush(0.1)
@@ -187,7 +187,7 @@ def test_nobody_waits_for_a_mirror_that_hangs(source: FileStore, memory: str, mo
     assert not mirror.flush(60.0, stop)
     mirror.close()
     hangs.set()
-    mirror._thread.join(20.0)
+    mirror._thread.join(60.0)
     assert mirror.version == -1  # what was on its way is given up
     with pytest.raises(WeightError):
         Bucket(f"{memory}/actor").get("0/manifest.json")

@@ -46,13 +46,13 @@ async def url(world: Any) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def agent(world: Any, url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=url, api_key=world.key, max_retries=0, timeout=10) as client:
+    async with openai.AsyncOpenAI(base_url=url, api_key=world.key, max_retries=0, timeout=60) as client:
         yield client
 
 
 @pytest.fixture
 async def claude(world: Any, url: str) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    async with anthropic.AsyncAnthropic(base_url=url, api_key=world.key, max_retries=0, timeout=10) as client:
+    async with anthropic.AsyncAnthropic(base_url=url, api_key=world.key, max_retries=0, timeout=60) as client:
         yield client
 
 

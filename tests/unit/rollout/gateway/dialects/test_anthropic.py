@@ -170,7 +170,7 @@ async def test_errors_reach_the_sdk_as_its_exceptions(world: Any, claude: Any, u
 async def test_a_retry_of_the_sdk_is_trained_once(world: Any, url: str) -> None:
     world.engine.script.append(EngineError("engine", "busy", "is swapping", "ask again"))
     world.engine.say("yes")
-    async with anthropic.AsyncAnthropic(base_url=url, api_key=world.key, max_retries=1, timeout=10) as client:
+    async with anthropic.AsyncAnthropic(base_url=url, api_key=world.key, max_retries=1, timeout=60) as client:
         reply = await client.messages.create(model="actor", max_tokens=9, messages=[USER])
     assert reply.content[0].text == "yes"
     assert [call.index for call in world.close()] == [0]

@@ -139,6 +139,6 @@ async def test_a_stream_that_fails_raises_in_the_sdk(world: Any, agent: Any, unt
 async def test_a_retry_of_the_sdk_is_trained_once(world: Any, url: str) -> None:
     world.engine.script.append(EngineError("engine", "busy", "is swapping", "ask again"))
     world.engine.say("yes")
-    async with openai.AsyncOpenAI(base_url=url, api_key=world.key, max_retries=1, timeout=10) as client:
+    async with openai.AsyncOpenAI(base_url=url, api_key=world.key, max_retries=1, timeout=60) as client:
         assert (await client.completions.create(model="actor", prompt="hi")).choices[0].text == "yes"
     assert [call.index for call in world.close()] == [0]

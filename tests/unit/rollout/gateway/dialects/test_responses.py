@@ -266,7 +266,7 @@ async def test_errors_reach_the_sdk_as_its_exceptions(world: Any, agent: Any, ur
 async def test_a_retry_of_the_sdk_is_trained_once(world: Any, url: str) -> None:
     world.engine.script.append(EngineError("engine", "busy", "is swapping", "ask again"))
     world.engine.say("yes")
-    async with openai.AsyncOpenAI(base_url=url, api_key=world.key, max_retries=1, timeout=10) as client:
+    async with openai.AsyncOpenAI(base_url=url, api_key=world.key, max_retries=1, timeout=60) as client:
         reply = await client.responses.create(model="actor", input="hi")
     assert reply.output_text == "yes"
     assert [call.index for call in world.close()] == [0]

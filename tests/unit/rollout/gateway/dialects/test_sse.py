@@ -34,7 +34,7 @@ async def test_the_source_is_closed_when_the_agent_hangs_up(stuck_in: str) -> No
         return {"type": "http.disconnect"}
 
     source = frames()  # held, so that it is not closed by the garbage collector
-    await asyncio.wait_for(EventStream(source)({"type": "http"}, receive, send), 5)  # type: ignore[arg-type]
+    await asyncio.wait_for(EventStream(source)({"type": "http"}, receive, send), 60)  # type: ignore[arg-type]
     assert closed == [True]
 
 
