@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from astraflow.cli.app import main
+
+def main() -> int:
+    """As `astraflow.cli.app.main`; Ctrl-C while the first modules load is no traceback either."""
+    try:
+        from astraflow.cli import app
+
+        return app.main()
+    except KeyboardInterrupt:
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

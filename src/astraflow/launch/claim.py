@@ -35,7 +35,7 @@ def claim(
 
     Raises: LaunchError: it holds a run and `resume` is false, or the other way round, or somebody else works on it.
     ConfigError: a resumed run with settings that cannot change. Problem: settings that do not fit the sources.
-    SourceError, JournalError: data missing or different.
+    SourceError, JournalError: data missing or different. ModelError: a checkpoint of another format.
     """
     directory = RunDirectory((path or Path(config.run.directory) / config.run.name).resolve())
     _refuse_wrong_start(directory, config, resume)  # before anything is made
@@ -45,6 +45,8 @@ def claim(
         _refuse_wrong_start(directory, config, resume)  # now nobody else can begin it
         if resume:
             _refuse_changes(directory, config)
+            for name in config.trained:
+                directory.newest_checkpoint(name)  # of another format: nobody starts
             if (directory.journal / "journal.sqlite").exists():
                 fingerprints = {name: source.fingerprint() for name, source in sources.items()}
                 found = recover(directory.journal)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from astraflow.config.load import config_from_json
 from astraflow.config.schema import RunConfig
-from astraflow.errors import LaunchError
+from astraflow.errors import ConfigError, LaunchError
 from astraflow.models.checkpoints import latest_checkpoint
 
 
@@ -63,10 +63,13 @@ class RunDirectory:
     def config(self) -> RunConfig:
         """The settings of the run as it was last started.
 
-        Raises: LaunchError: there is no run here.
+        Raises: LaunchError: there is no run here. ConfigError: another AstraFlow wrote it, or somebody changed it.
         """
         try:
             return config_from_json(self.config_file.read_bytes(), str(self.config_file))
+        except ConfigError as error:
+            hint = f"{self.config_file.name} is written by AstraFlow; go on with the version that wrote it"
+            raise ConfigError(error.origin, [*error.problems, hint]) from None
         except FileNotFoundError as error:
             raise LaunchError(
                 "run directory", str(self.path), "holds no run", "give the directory of a run, such as runs/quickstart"

@@ -11,7 +11,11 @@ from pathlib import Path
 
 import msgspec
 
+from astraflow.errors import ModelError
+
 STATE = "training_state"
+FORMAT = 1
+"""Of `training_state`. What a file without this number holds is 1."""
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +31,35 @@ class StateFile(msgspec.Struct, kw_only=True):
     files: dict[str, int]  # relative path -> bytes, of everything else in the directory
     loss_scale: float = 65536.0  # of float16 arithmetic
     good_updates: int = 0  # since it last changed
+    format: int = FORMAT
+
+
+class _Format(msgspec.Struct):
+    format: int = 1
+
+
+def read_head(path: Path) -> StateFile:
+    """`state.json` of a checkpoint.
+
+    Raises: ModelError: of another format, which is no damage: nobody may pass over it. OSError, msgspec.DecodeError.
+    """
+    content = (path / STATE / "state.json").read_bytes()
+    if (found := msgspec.json.decode(content, type=_Format).format) != FORMAT:
+        fix = f"use the AstraFlow version that wrote {path}"
+        raise ModelError("checkpoint.format", found, f"must be {FORMAT}", fix)
+    return msgspec.json.decode(content, type=StateFile)
 
 
 def whole_checkpoints(root: Path) -> list[Path]:
-    """Oldest first."""
+    """Oldest first. Raises: ModelError: one is of another format."""
     return [path for path in _checkpoints(root) if _damage(path) is None]
 
 
 def latest_checkpoint(root: Path, at_least: int = 0) -> Path | None:
-    """The newest whole checkpoint below `root` of version `at_least` or newer, or None; logs damaged newer ones."""
+    """The newest whole checkpoint below `root` of version `at_least` or newer, or None; logs damaged newer ones.
+
+    Raises: ModelError: the newest is of another format.
+    """
     for path in reversed(_checkpoints(root)):
         if version_of(path) < at_least:
             return None
@@ -59,7 +83,7 @@ def version_of(path: Path) -> int:
 def _damage(path: Path) -> str | None:
     """What is wrong with a checkpoint; None: it is whole."""
     try:
-        head = msgspec.json.decode((path / STATE / "state.json").read_bytes(), type=StateFile)
+        head = read_head(path)
         for name, size in head.files.items():
             if (found := (path / name).stat().st_size) != size:
                 return f"{name} has {found} of {size} bytes"

@@ -38,7 +38,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from astraflow.errors import TrainingError
-from astraflow.models.checkpoints import STATE, StateFile, whole_checkpoints
+from astraflow.models.checkpoints import STATE, StateFile, read_head, whole_checkpoints
 from astraflow.models.load import dtype_name, state_tensors
 from astraflow.models.lora.adapter import TENSORS
 from astraflow.models.lora.layers import effective_tensors, lora_tensors
@@ -143,7 +143,7 @@ def load_state(path: Path, read: Callable[[Path], Tensors] | None = None) -> Tra
     Raises: TrainingError: unreadable.
     """
     try:
-        head = msgspec.json.decode((path / STATE / "state.json").read_bytes(), type=StateFile)
+        head = read_head(path)
         kinds: dict[str, dict[str, torch.Tensor]] = {}
         for stored, tensor in (read or _read_tensors)(path / STATE).items():
             kind, _, name = stored.partition("/")

@@ -19,6 +19,7 @@ from astraflow.weights.plan import VersionInfo
 
 R = TypeVar("R")
 
+FORMAT = 1  # of a manifest, and of all that it describes; one without this number is 1
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"  # by which Hugging Face loaders find tensors in several files
 DTYPES = {
@@ -101,6 +102,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Part, ...]  # empty: the version travels as a delta only
     delta: Delta | None = None
     files: tuple[FileEntry, ...] = ()
+    format: int = FORMAT
 
     @property
     def nbytes(self) -> int:
@@ -129,6 +131,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return {entry.name: entry for entry in self.tensors}
 
 
+class _Format(msgspec.Struct):
+    format: int = 1
+
+
 def _content(manifest: Manifest) -> tuple[frozenset[TensorEntry], frozenset[FileEntry]]:
     # The index file only names the parts, and the packing of equal content may change between releases.
     files = frozenset(f for f in manifest.files if f.name != INDEX)
@@ -138,8 +144,12 @@ def _content(manifest: Manifest) -> tuple[frozenset[TensorEntry], frozenset[File
 def read_manifest(payload: bytes | memoryview, policy: str, version: int, where: str) -> Manifest:
     """Decode and check a manifest that was read from `where`.
 
-    Raises: TornPart: damaged. WeightError: of another policy or version.
+    Raises: TornPart: damaged. WeightError: of another format, policy or version.
     """
+    if (found := decoded(payload, _Format, where).format) != FORMAT:
+        raise WeightError(
+            "manifest.format", found, f"must be {FORMAT}", f"use the AstraFlow version that wrote {where}"
+        )
     manifest = decoded(payload, Manifest, where)
     if (manifest.policy, manifest.version) != (policy, version):
         raise WeightError(

@@ -4,7 +4,11 @@ import os
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from astraflow.cli.run import open_run
+from astraflow.config.load import resolved_json
+from astraflow.errors import ConfigError, ModelError
 from astraflow.launch.rundir import RunDirectory, read_ready, tail, write_ready
 from astraflow.models.checkpoints import STATE, StateFile
 
@@ -33,6 +37,25 @@ def test_newest_checkpoint_is_the_whole_one_of_the_highest_step(tmp_path: Path) 
     (newest / "model.safetensors").write_bytes(b"ab")
     newest = directory.newest_checkpoint("actor.v1")
     assert newest is not None and newest.name == "step-000002"
+
+
+@pytest.mark.parametrize("rest", [{"version": 1, "step": 1}, {}])
+def test_a_checkpoint_of_another_format_is_not_passed_over(tmp_path: Path, rest: dict[str, int]) -> None:
+    directory = RunDirectory(tmp_path)
+    state = directory.checkpoints / "actor" / "step-000002" / STATE
+    state.mkdir(parents=True)
+    (state / "state.json").write_bytes(msgspec.json.encode({"format": 2, **rest}))
+    with pytest.raises(ModelError, match=r"checkpoint\.format=2 must be 1; use the AstraFlow version that wrote"):
+        directory.newest_checkpoint("actor")
+
+
+def test_settings_that_this_version_does_not_know_name_whose_they_are(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.config_file.write_text(
+        resolved_json(open_run("quickstart", [])).replace('"steps":', '"new": 1, "steps":')
+    )
+    with pytest.raises(ConfigError, match=r"run\.new=1 is not a setting(.*\n)*.*go on with the version that wrote it"):
+        directory.config()
 
 
 def test_tail_gives_the_last_lines(tmp_path: Path) -> None:

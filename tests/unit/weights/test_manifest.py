@@ -43,6 +43,16 @@ def test_a_manifest_survives_the_wire() -> None:
     assert read(example()) == example()
 
 
+def test_another_format_is_refused_by_name_and_none_is_the_first() -> None:
+    old = msgspec.to_builtins(example())
+    assert old.pop("format") == 1
+    assert read_manifest(msgspec.json.encode(old), "actor", 3, "there") == example()
+    for later in (example(format=2), {"format": 2, "shards": []}):  # whatever else it holds then
+        with pytest.raises(WeightError, match=r"manifest\.format=2 must be 1; use the AstraFlow version") as refused:
+            read_manifest(msgspec.json.encode(later), "actor", 3, "there")
+        assert not isinstance(refused.value, TornPart)  # to fetch it again does not help
+
+
 @pytest.mark.parametrize("changes", [{"policy": "critic"}, {"version": 4}])
 def test_a_manifest_of_another_policy_or_version_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(WeightError, match="must be actor/3"):

@@ -21,6 +21,7 @@ from astraflow.errors import ConfigError, LaunchError
 from astraflow.launch.rundir import write_whole
 from astraflow.observe.jsonl import JsonlWriter, read_jsonl
 
+FORMAT = 1
 Key = tuple[str, str, int, int]
 """Side, source, row, sample."""
 
@@ -82,7 +83,7 @@ def open_journal(path: Path, settings: Mapping[str, Any], sides: Mapping[str, Ma
 
     Args: settings: name -> value, the same for every side; sides: name of a side -> what it is. Further sides may join.
     Raises: ConfigError: another value than that which was played with. LaunchError: somebody is at work there, or it
-    is something else, or cannot be written.
+    is something else, of another format, or cannot be written.
     """
     if path.exists() and not (path / "settings.json").is_file() and (not path.is_dir() or any(path.iterdir())):
         raise LaunchError("--out", str(path), "holds something else", "give a new directory, or that of an evaluation")
@@ -97,7 +98,8 @@ def open_journal(path: Path, settings: Mapping[str, Any], sides: Mapping[str, Ma
         except OSError as error:
             raise LaunchError("--out", str(path), "is in use by another evaluation", "wait for it") from error
         known = _settled(path, settings, sides)
-        write_whole(path / "settings.json", json.dumps({"settings": settings, "sides": known}, indent=2))
+        written = {"format": FORMAT, "settings": settings, "sides": known}
+        write_whole(path / "settings.json", json.dumps(written, indent=2))
         journal = Journal(path)
         try:
             yield journal
@@ -116,6 +118,9 @@ def _settled(path: Path, settings: Mapping[str, Any], sides: Mapping[str, Mappin
     if not file.is_file():
         return dict(sides)
     before = json.loads(file.read_text(encoding="utf-8"))
+    if (found := before.get("format", 1)) != FORMAT:
+        fix = f"use the AstraFlow version that wrote {path}, or give another --out"
+        raise LaunchError("evaluation.format", found, f"must be {FORMAT}", fix)
     now = json.loads(json.dumps({"settings": settings, "sides": sides}))
     old = flat(before["settings"], "")
     new = flat(now["settings"], "")

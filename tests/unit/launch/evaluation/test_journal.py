@@ -59,6 +59,19 @@ def test_a_changed_setting_is_refused_by_name(tmp_path: Path) -> None:
     assert (tmp_path / "settings.json").read_text() == before
 
 
+def test_another_format_is_refused_by_name_and_none_is_the_first(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    for form, begins in ((None, True), (2, False)):
+        with open_journal(tmp_path, SETTINGS, SIDES):
+            pass
+        said = json.loads(file.read_text())
+        assert said.pop("format") == 1
+        file.write_text(json.dumps(said if form is None else said | {"format": form}))
+        if not begins:
+            with pytest.raises(LaunchError, match=r"evaluation\.format=2 must be 1; use the AstraFlow version"):
+                open_journal(tmp_path, SETTINGS, SIDES).__enter__()
+
+
 def test_another_side_may_join_and_one_may_stay_away(tmp_path: Path) -> None:
     with open_journal(tmp_path, SETTINGS, SIDES) as journal:
         journal.add(row())
