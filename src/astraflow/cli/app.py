@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -71,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         sys.path.insert(0, "")  # user code in the current directory, as `python -m astraflow` finds it
     settle_torch()
+    for stream in (sys.stdout, sys.stderr):  # a terminal without Unicode shows "?", and the run goes on
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app([word for word in words if word != "--debug"], prog_name="astraflow")
     except AstraFlowError as error:

@@ -115,7 +115,11 @@ def _launch(config: RunConfig, *, resume: bool, accept_damage: bool, token: str 
                 finished = supervisor.run()
         finally:
             if directory.metrics.exists():
-                write_report(directory.path, progress.status)
+                try:
+                    write_report(directory.path, progress.status)
+                except OSError as error:  # a full disk must not hide why the run ended
+                    fix = f"make room, then: astraflow report {directory.path}"
+                    typer.echo(f"report={directory.report} cannot be written ({error.strerror}); {fix}", err=True)
                 _say_results(config, directory)
     if not finished:
         typer.echo("the run was interrupted; go on with it by --resume", err=True)

@@ -22,8 +22,8 @@ from astraflow.dataflow.machine.plan import plan_of
 from astraflow.dataflow.shell import open_sources
 from astraflow.dataflow.storage.identity import fixed_settings, refuse_other_data
 from astraflow.errors import ConfigError, LaunchError
-from astraflow.launch.rundir import RunDirectory, write_whole
-from astraflow.observe.jsonl import read_jsonl
+from astraflow.launch.rundir import RunDirectory
+from astraflow.observe.jsonl import read_jsonl, write_whole
 from astraflow.observe.summary import steps_of
 
 

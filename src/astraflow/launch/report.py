@@ -17,7 +17,7 @@ from astraflow.config.schema import RunConfig
 from astraflow.launch.rundir import RunDirectory
 from astraflow.observe.chart import bars, terminal_curve
 from astraflow.observe.health.watch import warnings_of
-from astraflow.observe.jsonl import read_jsonl
+from astraflow.observe.jsonl import read_jsonl, write_whole
 from astraflow.observe.summary import (
     Row,
     evals_of,
@@ -47,14 +47,14 @@ def write_report(run_dir: Path, status: Mapping[str, Any] | None = None) -> Path
     report = directory.report
     report.mkdir(parents=True, exist_ok=True)
     if status:
-        _kept(directory).write_text(json.dumps(status, indent=1), encoding="utf-8")
+        write_whole(_kept(directory), json.dumps(status, indent=1))
     rows: Sequence[Row] = read_jsonl(directory.metrics)
     config = directory.config() if directory.config_file.exists() else None
     summary = summary_of(directory, rows)
-    (report / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    write_whole(report / "summary.json", json.dumps(summary, indent=1) + "\n")
     pictures = _draw(rows, report, config.run.name if config else directory.path.name)
     page = _page(directory, config, summary, rows, pictures)
-    (report / "summary.md").write_text(page, encoding="utf-8")
+    write_whole(report / "summary.md", page)
     return report
 
 

@@ -11,6 +11,7 @@ from astraflow.config.load import config_from_json
 from astraflow.config.schema import RunConfig
 from astraflow.errors import ConfigError, LaunchError
 from astraflow.models.checkpoints import latest_checkpoint
+from astraflow.observe.jsonl import write_whole
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,3 @@ def tail(path: Path, start: int = 0, num_lines: int = 15, num_bytes: int = 16_38
     last = lines[-1].removeprefix("error: ") if lines else ""
     said = [line for line in lines[:-1] if not (last and last in line)]
     return "\n".join([*said, *lines[-1:]][-num_lines:])
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file at once."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)

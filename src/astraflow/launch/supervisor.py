@@ -189,14 +189,19 @@ class Supervisor:
             self.progress.note(f"{spec.name} starts again (start {start.attempt})")
         log = self.directory.log(spec.name).open("ab")
         log_start = log.tell()
-        popen = self.popen(
-            [sys.executable, "-m", "astraflow", *self._arguments(spec)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=child_environment(self.token),
-            start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
-        )
+        try:
+            popen = self.popen(
+                [sys.executable, "-m", "astraflow", *self._arguments(spec)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=child_environment(self.token),
+                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
+            )
+        except OSError as error:
+            log.close()
+            fix = "raise the limits of this user (ulimit -u, ulimit -n), or end other processes"
+            raise LaunchError("process", spec.name, f"cannot be started ({error.strerror})", fix) from error
         self._children[spec.name] = _Child(spec, popen, log, log_start)
 
     def _arguments(self, spec: ProcessSpec) -> list[str]:

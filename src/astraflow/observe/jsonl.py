@@ -1,4 +1,4 @@
-"""JSON lines that survive a crash: one write per line, and a reader that passes over a torn one."""
+"""Files that survive a crash: JSON lines, one write per line, with a reader that passes over a torn one; and texts."""
 
 from __future__ import annotations
 
@@ -61,6 +61,19 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return _decode(content, path)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file at once: after a kill, a power failure or a full disk it holds the old text or the new one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 class JsonlTail:

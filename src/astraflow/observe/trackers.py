@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from astraflow.errors import Problem
-from astraflow.observe.jsonl import JsonlTail
+from astraflow.observe.jsonl import JsonlTail, write_whole
 from astraflow.observe.redact import redact
 from astraflow.observe.summary import Row, metric
 
@@ -194,7 +194,10 @@ class TrackerFeed:
                 if not self._guarded(name, lambda: tracker.log(int(row["step"]), metrics)):  # noqa: B023
                     del self._trackers[name]
         if rows:
-            self._kept.write_text(json.dumps({"id": self._run.run_id, "bytes": self._tail.offset}))
+            try:
+                write_whole(self._kept, json.dumps({"id": self._run.run_id, "bytes": self._tail.offset}))
+            except OSError as error:  # a full disk: a run that goes on tells the trackers these rows again
+                logger.warning("%s cannot be written (%s); make room on the disk", self._kept, error.strerror)
 
     def _guarded(self, name: str, call: Callable[[], None]) -> bool:
         try:

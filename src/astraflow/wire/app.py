@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import ipaddress
 import socket
@@ -342,14 +343,14 @@ def bind(host: str, port: int, setting: str) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         sock.listen(1024)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
         sock.close()
-        raise LaunchError(
-            setting,
-            f"{host}:{port}",
-            f"cannot be bound ({error.strerror})",
-            "choose another port, or 0 for any free one",
-        ) from error
+        foreign = (
+            not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        )
+        fix = "the host must be an address of this machine" if foreign else "choose another port, or 0 for any free one"
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise LaunchError(setting, f"{host}:{port}", f"cannot be bound ({reason})", fix) from error
     return sock
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
+import typer
 
 from astraflow.cli.app import main
+from astraflow.cli.run import open_run
 from astraflow.config.env import cache_dir, user_path
-from astraflow.errors import Problem
+from astraflow.errors import LaunchError, Problem
+from astraflow.launch.rundir import RunDirectory
+from astraflow.launch.supervisor import Supervisor
+from astraflow.observe.console import RunDisplay
+from astraflow.wire.app import bind
 
 
 def said(words: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:
@@ -55,3 +64,36 @@ def test_without_a_home_directory_the_place_of_models_must_be_named(monkeypatch,
     monkeypatch.setenv("ASTRAFLOW_CACHE", str(tmp_path))
     assert cache_dir() == tmp_path
     assert user_path("~/x") == Path("~/x")
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("no.such.host.invalid", "the host must be an address of this machine"),
+        ("192.0.2.1", "the host must be an address of this machine"),  # of documentation: nobody's
+        ("x" * 70, "the host must be an address of this machine"),
+        ("a..b", "the host must be an address of this machine"),
+    ],
+)
+def test_a_host_that_is_not_this_machine_is_said_to_be_none(host, reason):
+    with pytest.raises(LaunchError, match=rf"dataflow=.*:0 cannot be bound .*; {reason}"):
+        bind(host, 0, "dataflow")
+
+
+def test_a_process_that_cannot_be_started_names_the_limits(tmp_path):
+    def popen(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    directory = RunDirectory(tmp_path)
+    directory.logs.mkdir()
+    supervisor = Supervisor(open_run("quickstart", []), directory, 1, RunDisplay("run", 1), popen=popen)
+    with pytest.raises(LaunchError, match=r"process=dataflow cannot be started \(Resource temp.*; raise the limits"):
+        supervisor.run()
+
+
+def test_a_terminal_without_unicode_shows_what_it_can(monkeypatch):
+    shown = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(shown, encoding="ascii"))
+    assert main(["--version"]) == 0
+    typer.echo("\u2588|")  # as the curve at the end of a run
+    assert shown.getvalue().endswith(b"?|\n")

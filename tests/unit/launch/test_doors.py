@@ -12,9 +12,10 @@ import pytest
 from astraflow.config.schema import RunConfig
 from astraflow.errors import LaunchError
 from astraflow.launch.checks import check_ports
-from astraflow.launch.rundir import RunDirectory, write_whole
+from astraflow.launch.rundir import RunDirectory
 from astraflow.launch.supervision import Start
 from astraflow.launch.supervisor import Supervisor
+from astraflow.observe.jsonl import write_whole
 from astraflow.wire.app import bind
 
 

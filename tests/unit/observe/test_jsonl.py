@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from astraflow.observe.jsonl import JsonlTail, JsonlWriter, read_jsonl
+from astraflow.observe.jsonl import JsonlTail, JsonlWriter, read_jsonl, write_whole
 
 
 def test_rows_come_back_in_order(tmp_path: Path) -> None:
@@ -79,3 +81,16 @@ def test_what_is_no_json_is_an_error(tmp_path: Path) -> None:
         writer.append({"a": object()})
     writer.close()
     assert read_jsonl(tmp_path / "rows.jsonl") == []
+
+
+def test_a_text_is_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "status.json"
+    write_whole(file, "old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(file, "new")
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]

@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 
 from astraflow.errors import ConfigError, LaunchError
-from astraflow.launch.rundir import write_whole
-from astraflow.observe.jsonl import JsonlWriter, read_jsonl
+from astraflow.observe.jsonl import JsonlWriter, read_jsonl, write_whole
 
 FORMAT = 1
 Key = tuple[str, str, int, int]

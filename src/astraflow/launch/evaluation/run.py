@@ -21,7 +21,7 @@ from astraflow.errors import LaunchError
 from astraflow.launch.evaluation.journal import EpisodeRow, Journal, open_journal
 from astraflow.launch.evaluation.measure import Results, results_of
 from astraflow.launch.play import PlayOptions, leases_of, play_leases, tasks_of
-from astraflow.launch.rundir import write_whole
+from astraflow.observe.jsonl import write_whole
 from astraflow.types import Episode, Task
 
 _BLOCK = 1 << 16
