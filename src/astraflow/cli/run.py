@@ -76,10 +76,12 @@ def run(
         check_bind(config.rollout.swarm.host, token, "rollout.swarm.host")
     cores = os.cpu_count() or 1
     if dry_run:
+        _, missing = check_start(config, here=False)
         for spec in plan_processes(config, cores):
             when = f", joins after {spec.start_after_s:g} s" if spec.start_after_s else ""
             typer.echo(f"{spec.name}: {spec.threads} thread{'s' if spec.threads > 1 else ''}{when}")
         typer.echo(f"run directory: {Path(config.run.directory) / config.run.name}")
+        _say_missing(missing)
         return
     check_start(config, here=True)
     check_ports(config)
@@ -126,6 +128,11 @@ def _launch(config: RunConfig, *, resume: bool, accept_damage: bool, token: str 
         raise typer.Exit(130)
 
 
+def _say_missing(problems: list[str]) -> None:
+    for problem in problems:
+        typer.echo(f"this machine cannot start it yet: {problem}")
+
+
 def _say_results(config: RunConfig, directory: RunDirectory) -> None:
     """The curve, and where everything is."""
     from astraflow.observe.chart import terminal_curve
@@ -157,5 +164,4 @@ def validate(
         return
     counts = ", ".join(f"{name} {count} rows" for name, count in rows.items())
     typer.echo(f"{recipe} is valid: {config.run.steps} steps of {', '.join(config.policies)}; sources: {counts}")
-    for problem in missing:
-        typer.echo(f"this machine cannot start it yet: {problem}")
+    _say_missing(missing)

@@ -62,6 +62,8 @@ def test_dry_run_starts_nothing_and_names_the_processes(
     out = capsys.readouterr().out
     assert "trainer-actor: 1 thread" in out and "node-slow: 1 thread, joins after 20 s" in out
     assert list(tmp_path.iterdir()) == []
+    err = failing(["run", "quickstart", "--dry-run", "--workflow.environment=calculater"], capsys, 2)
+    assert "calculater is not a known name of environments; did you mean 'calculator'?" in err
 
 
 def test_beyond_loopback_needs_a_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from astraflow.contracts import Environment
 from astraflow.environments import calculator as environment
 from astraflow.errors import SourceError
 from astraflow.sources.calculator import TOOLS, CalculatorSource
-from astraflow.sources.played import PlayedSource
+from astraflow.sources.demos.played import PlayedSource
 from astraflow.sources.seeds import SeedsSource
 from astraflow.sources.sums import SumsSource
 from astraflow.types import Step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("mcp", reason="pip install 'astraflow[mcp]'")
@@ -116,6 +118,34 @@ async def test_a_program_that_is_no_server_is_told() -> None:
     with pytest.raises(EpisodeError, match=r"^env_error: the mcp server does not start"):
         await world.reset(TASK)
     await world.close()
+
+
+WORKER = """
+import asyncio
+from test_mcp import SPEC, Worlds, opened, tool, whoami
+
+async def hang():
+    world = await opened(Worlds(SPEC))
+    pid, _ = await whoami(world, "")
+    hangs = asyncio.create_task(world.step(tool("fault", kind="hang")))
+    await asyncio.sleep(1.0)  # it has the call
+    print(pid, flush=True)
+    await hangs
+
+asyncio.run(hang())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the tie is made by Linux")
+def test_a_server_that_hangs_ends_with_a_worker_that_is_killed() -> None:
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    with subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, env=environment) as worker:
+        assert worker.stdout is not None
+        server = psutil.Process(int(worker.stdout.readline()))
+        worker.kill()
+    psutil.wait_procs([server], timeout=20)
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import time
 import weakref
 from collections import deque
@@ -14,6 +15,7 @@ import msgspec
 
 from astraflow.config.rooms import required
 from astraflow.errors import EpisodeError
+from astraflow.processes.tied import tied
 
 mcp = required("mcp", "mcp")
 _transport = required("mcp.client.stdio", "mcp")
@@ -80,8 +82,11 @@ class Server:
     def _where(self, errors: Any) -> Any:
         if self._settings.url:
             return self._settings.url
-        program, *words = self._settings.command
-        server = _transport.StdioServerParameters(command=program, args=words, env=dict(self._settings.env) or None)
+        env = dict(self._settings.env)
+        if shutil.which(self._settings.command[0], path=env.get("PATH")) is None:
+            raise FileNotFoundError(f"there is no program {self._settings.command[0]}")
+        program, *words = tied(self._settings.command)  # one that hangs does not read that its input is closed
+        server = _transport.StdioServerParameters(command=program, args=words, env=env or None)
         return _transport.stdio_client(server, errlog=errors)
 
 

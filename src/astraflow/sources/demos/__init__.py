@@ -1,0 +1,1 @@
+"""Conversations that a model is shown before it learns by itself."""
