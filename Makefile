@@ -23,6 +23,8 @@ $(VENV)/.python:
 	if [ -z "$$found" ]; then \
 	  echo "PYTHON=$(PYTHON) is not Python 3.11, 3.12 or 3.13; install one of them or name it: make ... PYTHON=/path/to/python3.12" >&2; exit 2; \
 	fi; \
+	mkdir -p "$(VENV)" 2>/dev/null && [ -w "$(VENV)" ] || { \
+	  echo "VENV=$(VENV) cannot be written; name another place: make ... VENV=/path/to/environment" >&2; exit 2; }; \
 	echo "environment $(VENV): $$("$$found" --version)"; \
 	"$$found" -m venv --clear "$(VENV)" 2>/dev/null || { \
 	  "$$found" -m venv --clear --without-pip "$(VENV)" && "$$found" -m pip --quiet --python "$(BIN)/python" install pip setuptools; } || { \
