@@ -34,13 +34,13 @@ import torch
 
 from astraflow.config.rooms import build
 from astraflow.config.schema import PolicySection, RunConfig
-from astraflow.dataflow.operators.credit.relative import group_advantages
+from astraflow.dataflow.operators.chain import Chain, chain_of
 from astraflow.engines.local import LocalEngine
 from astraflow.models.load import load_model, state_tensors
 from astraflow.models.scoring.packing import TokenRows
 from astraflow.rollout.context.trie import full_sequence
 from astraflow.training.step import Stepper, StepSettings
-from astraflow.types import Outcome, Task, Trajectory
+from astraflow.types import Group, Outcome, Task, Trajectory
 from benchmarks.multi_policy.hardware import GPUS, SCALE
 from benchmarks.multi_policy.modelled import ModelledEngine, ModelledLoss
 from benchmarks.multi_policy.playing import Branches, Speaker, evaluate, play
@@ -52,6 +52,7 @@ class Policy(Speaker):
 
     def __init__(self, name: str, section: PolicySection, place: Placement, seed: int) -> None:
         self.section, self.version = section, 0
+        self._chain = chain_of(name, section)
         self.versions: list[Mapping[str, Any]] = []
         self.model = load_model(section.model)
         loss = ModelledLoss(place.trainer_gpus, place.scale)
@@ -83,9 +84,10 @@ class Policy(Speaker):
 
     def _rows(self, groups: Sequence[Sequence[Branches]]) -> TokenRows:
         rows: list[tuple[Trajectory, np.ndarray, float]] = []
-        for group in groups:
-            own = [episode[self.name] for episode in group]
-            for branches, advantage in zip(own, self._advantages([b[0].reward for b in own]), strict=True):
+        episodes = [[episode[self.name] for episode in group] for group in groups]
+        credit = advantages(self._chain, episodes, self.version + 1)
+        for own, of_group in zip(episodes, credit, strict=True):
+            for branches, advantage in zip(own, of_group, strict=True):
                 rows += [(b, full_sequence(branches, b.branch), advantage) for b in branches]
 
         def flat(name: str, fill: float, dtype: Any) -> np.ndarray:
@@ -104,11 +106,24 @@ class Policy(Speaker):
             weights=np.ones(len(rows), np.float32),
         )
 
-    def _advantages(self, rewards: Sequence[float | None]) -> Sequence[float]:
-        if self.section.algorithm.advantage.type == "grpo":
-            return group_advantages(rewards)
-        scale = len(rewards) / (len(rewards) - 1)  # rloo
-        return [scale * a for a in group_advantages(rewards, normalize=False)]
+
+def advantages(chain: Chain, episodes: Sequence[Sequence[Sequence[Trajectory]]], step: int) -> list[list[float]]:
+    """Of each episode of each group, by the operators that our data service would ask; `step` begins with 1.
+    `episodes`: [groups][siblings][branches] of one policy."""
+    groups = [
+        Group(
+            group_id=str(number), policy=own[0][0].policy, task=Task("train", number, 0, {}),
+            episode_ids=[str(k) for k in range(len(own))], rewards=[b[0].reward for b in own],
+            rewards_per_call=[()] * len(own), num_calls=[len(b) for b in own], metrics=[{}] * len(own),
+            num_tokens=[int(sum(np.sum(x.loss_mask) for x in b)) for b in own], min_version=[step - 1] * len(own),
+            errors=[None] * len(own),
+        )
+        for number, own in enumerate(episodes)
+    ]  # fmt: skip
+    for group in groups:
+        chain.on_group(group)
+    chain.on_batch(groups, step)
+    return [group.advantages or [] for group in groups]
 
 
 @dataclass(frozen=True)

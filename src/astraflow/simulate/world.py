@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from astraflow.config.schema import NodeSection, RunConfig
+from astraflow.errors import ConfigError
 from astraflow.simulate.clock import Clock, Host, Line
 from astraflow.simulate.dataflow import Dataflow, Trained
 from astraflow.simulate.engine import shared_by
@@ -78,7 +79,9 @@ class _Mark:
 
 
 def simulate(config: RunConfig, profile: Profile, plan: Plan = Plan()) -> Prediction:
-    """Play the run of `config`. Raises: Problem: it comes to no step."""
+    """Play the run of `config`. Raises: Problem: it comes to no step. ConfigError: placement is not simulated."""
+    if problems := _placement_problems(config):
+        raise ConfigError("simulate", problems)
     return _World(config, profile, plan).play()
 
 
@@ -186,6 +189,15 @@ def _row_tokens(profile: Profile, name: str) -> float:
 def _nodes(config: RunConfig, plan: Plan) -> list[NodeSection]:
     sections = config.rollout.nodes
     return [sections[i % len(sections)] for i in range(plan.num_nodes or len(sections))]
+
+
+def _placement_problems(config: RunConfig) -> list[str]:
+    return [
+        f"rollout.nodes.{place}.serves={node.serves} is not simulated, where every node has engines for all policies; "
+        "list all policies, or none, and give the engines' costs as if they were on one node"
+        for place, node in enumerate(config.rollout.nodes)
+        if node.serves and set(node.serves) != set(config.policies)
+    ]
 
 
 def _joining(node: Node, config: RunConfig) -> Any:

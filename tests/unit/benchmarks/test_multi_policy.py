@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from benchmarks.bench_multi_policy import checks, gains
 from benchmarks.multi_policy.hardware import CALL_TOKENS, Decoding, LongTail, Rows
-from benchmarks.multi_policy.sides import MARGIN, Curve, first_reached, last, reached
+from benchmarks.multi_policy.loop import advantages
+from benchmarks.multi_policy.sides import MARGIN, RUN_FILE, Curve, first_reached, last, reached
+from benchmarks.multi_policy.tasks import Letters, Shown
+
+from astraflow.config.load import load_run
+from astraflow.dataflow.operators.chain import chain_of
+from astraflow.types import Trajectory
 
 PLAIN = Decoding(step_s=1.0, row_s=0.5, rows_per_gpu=2, swap_s=10.0, prefill_tokens_per_s=4.0)
 
@@ -110,3 +117,32 @@ def test_who_does_not_arrive_counts_with_the_limit():
     assert first.ok
     assert gains(rows) == [{"times": "gain", "side": "all", "gain": 3.0}]
     assert checks([*rows, row("loop, shared", 2, 30.0), row("ours", 2, None)], 120.0)[0].value is None
+
+
+def trajectory(reward: float) -> Trajectory:
+    one = np.ones(1, np.int32)
+    return Trajectory(
+        policy="verifier", branch=0, parent_branch=-1, fork_at=0, token_ids=one, loss_mask=one.astype(bool),
+        behavior_logprobs=-one.astype(np.float32), versions=one, call_index=one.astype(np.int16), reward=reward,
+    )  # fmt: skip
+
+
+def test_the_loop_gives_credit_as_the_run_file_says():
+    episodes = [[[trajectory(reward)] for reward in group] for group in ([1.0, 1.0], [0.0, 0.0], [1.0, 0.0])]
+    policies = load_run(RUN_FILE).policies
+    over_batch = advantages(chain_of("verifier", policies["verifier"]), episodes, 1)
+    assert over_batch == [pytest.approx(row, abs=1e-5) for row in ([1, 1], [-1, -1], [1, -1])]
+    over_group = advantages(chain_of("actor", policies["actor"]), episodes, 1)
+    assert over_group == [pytest.approx(row, abs=1e-5) for row in ([0, 0], [0, 0], [1, -1])]
+
+
+def test_every_pair_has_one_answer_and_is_shown_with_it_as_often_as_said():
+    code = {row["question"]: row["answer"] for row in map(Letters(pairs=100, digits=4).row, range(100))}
+    assert len(code) == 100
+    assert set(code.values()) == set("0123")
+    shown = Shown(of="answer", right=0.6, pairs=100, digits=4)
+    said = [[message["content"] for message in shown.row(i)["messages"]] for i in range(len(shown))]
+    assert np.mean([code[asked] == answer for asked, answer in said]) == pytest.approx(0.6 + 0.4 / 4, abs=0.03)
+    verdicts = Shown(of="verdict", right=1.0, pairs=100, digits=4)
+    for asked, verdict in ([m["content"] for m in verdicts.row(i)["messages"]] for i in range(400)):
+        assert verdict == "n" or code[asked[:3]] == asked[3]

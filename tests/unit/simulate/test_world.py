@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow.config.schema import LoraSection
-from astraflow.errors import Problem
+from astraflow.errors import ConfigError, Problem
 from astraflow.simulate.world import Plan, simulate
 from simulated import GROUPS, SIZE, STEP_S, TOKENS, TRAIN_S, config_of, profile
 
@@ -49,6 +49,13 @@ def test_a_barrier_adds_up_policies_and_their_own_loops_do_not() -> None:
     ours = simulate(config, costs)
     assert barrier.policies["a"].step_s == pytest.approx(2 * ROLLOUT_S + 2 * TRAIN_S)
     assert ours.policies["a"].step_s == ours.policies["b"].step_s == pytest.approx(2 * ROLLOUT_S)
+
+
+def test_a_node_that_serves_only_some_policies_is_refused() -> None:
+    some, every = (config_of(policies=["a", "b"], nodes=[{}, {"serves": serves}]) for serves in (["b"], ["b", "a"]))
+    with pytest.raises(ConfigError, match=r"rollout\.nodes\.1\.serves=\['b'\] is not simulated"):
+        simulate(some, profile(some))
+    assert simulate(every, profile(every)).policies["a"].steps == 6
 
 
 def test_adapters_of_one_base_share_an_engine() -> None:
