@@ -40,6 +40,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+MAX_GROUP = 65_536
+"""Episodes of one task: what waits for the last of them is kept in memory."""
+
+
 class RunSection(Strict):
     """[run]: name, length and place of the run."""
 
@@ -56,7 +60,7 @@ class SourceSection(Component):
     """[sources.<name>]. Keys beside these are options of the source named by `type`."""
 
     group_size: int | None = Field(
-        None, ge=1, description="episodes per task of this source; none: workflow.group_size"
+        None, ge=1, le=MAX_GROUP, description="episodes per task of this source; none: workflow.group_size"
     )
     operators: list[Spec] = Field([], description="operators that decide which of its tasks are rolled out")
 
@@ -82,7 +86,7 @@ class MixSection(Strict):
 class WorkflowSection(Component):
     """[workflow]: what plays an episode. Keys beside these are options of the workflow named by `type`."""
 
-    group_size: int = Field(8, ge=1, description="episodes per task")
+    group_size: int = Field(8, ge=1, le=MAX_GROUP, description="episodes per task")
     timeout_s: float = Field(120.0, gt=0, description="deadline of one episode on a node; then it is offered again")
     call_timeout_s: float = Field(0.0, ge=0, description="deadline of one call; then it fails; 0: that of the episode")
     step_timeout_s: float = Field(
@@ -126,7 +130,10 @@ class NodeSection(Strict):
         0, ge=0, description="least to which the load of the engines may lower it, by which it starts; 0: it stays"
     )
     workers: int = Field(
-        1, ge=0, description='worker processes that run workflow code; 0, also by workflow.type = "swarm": clients only'
+        1,
+        ge=0,
+        le=1000,
+        description='worker processes that run workflow code; 0, also by workflow.type = "swarm": clients only',
     )
     watch: bool = Field(False, description="edits of the workflow's files are taken up while the run goes on")
     worker_memory_bytes: int = Field(
@@ -143,8 +150,16 @@ class NodeSection(Strict):
     kill_after_s: float = Field(0.0, ge=0, description="0: never; else SIGKILL once, this long after it started")
 
 
+MAX_NODES = 1000
+"""That one launcher starts."""
+
+
 def _nodes(value: Any) -> Any:
-    return [{"name": f"node{i}"} for i in range(value)] if isinstance(value, int) else value
+    if not isinstance(value, int):
+        return value
+    if isinstance(value, bool) or not 0 <= value <= MAX_NODES:
+        raise ValueError(f"must be 0 to {MAX_NODES} nodes, or a table for each")
+    return [{"name": f"node{i}"} for i in range(value)]
 
 
 class RolloutSection(Strict):
@@ -171,7 +186,7 @@ class StageSection(Component):
     """[stages.<name>]: a stage, its policies and its workers. Keys beside these are options of its `type`."""
 
     policies: list[Name] = Field([], description="policies whose rows it works on; empty: all")
-    workers: int = Field(1, ge=0, description="worker processes that the launcher starts; 0: started by hand")
+    workers: int = Field(1, ge=0, le=1000, description="worker processes that the launcher starts; 0: started by hand")
     rows: int = Field(64, ge=1, description="most rows of one lease")
     lease_s: float = Field(60.0, gt=0, description="silence after which leased rows are offered again")
     max_attempts: int = Field(3, ge=1, description="attempts after which a row's group is dropped")

@@ -170,7 +170,9 @@ class TrainerSection(Strict):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     process: str = Field("", description="policies that name the same one are trained by one process, in turn")
-    ranks: int = Field(1, ge=1, description="processes that hold a part of the model each, on one host by the launcher")
+    ranks: int = Field(
+        1, ge=1, le=65_536, description="processes that hold a part of the model each, on one host by the launcher"
+    )
     tensor_parallel: int = Field(1, ge=1, description="ranks that hold a part of each linear layer; divides ranks")
     context_parallel: int = Field(1, ge=1, description="ranks that divide the tokens of a pack; divides ranks")
     threads: int = Field(0, ge=0, description="intra-op threads; 0: cores divided by torch processes, at least 1")
