@@ -14,18 +14,25 @@ class ByRoles:
     """A workflow that says which policies it calls, so that a run file is checked against it.
 
     `roles`: setting -> policy; empty: it plays with the only one. `fields`: those of a task that its prompts name.
+    `apart`: credit is by policy, so none may have two roles.
     """
 
-    def __init__(self, roles: Mapping[str, str], fields: Sequence[str] = ()) -> None:
-        self.roles, self.fields = dict(roles), tuple(fields)
+    def __init__(self, roles: Mapping[str, str], fields: Sequence[str] = (), *, apart: bool = False) -> None:
+        self.roles, self.fields, self._apart = dict(roles), tuple(fields), apart
 
     def check(self, policies: Sequence[str], workflow: str) -> None:
-        """Raises: Problem: a role of a policy that the run does not have, or a policy without a role."""
+        """Raises: Problem: a role of a policy that the run does not have, a policy without a role, or with two."""
         if not self.roles and len(policies) > 1:
             known = ", ".join(sorted(policies))
             raise Problem("workflow.policy", None, "must be given when a run has several policies", f"one of: {known}")
+        first: dict[str, str] = {}
         for role, policy in self.roles.items():
             check_policy(policy, policies, f"workflow.{role}")
+            if self._apart and (other := first.setdefault(policy, role)) != role:
+                raise Problem(
+                    f"workflow.{role}", policy, f"is workflow.{other} already, and would get one reward for both",
+                    "name another policy, which may have the same model",
+                )  # fmt: skip
         for policy in policies:
             if self.roles and policy not in self.roles.values():
                 raise Problem(
@@ -46,6 +53,13 @@ def at_least(setting: str, value: Number, least: int, fix: str) -> Number:
     if value < least:
         raise Problem(f"workflow.{setting}", value, f"must be >= {least}", fix)
     return value
+
+
+def some_text(setting: str, value: str, fix: str) -> str:
+    """`value` in lower case, as what replies begin with. Raises: Problem: it is empty, as which every reply begins."""
+    if not value:
+        raise Problem(f"workflow.{setting}", "''", "must not be empty, as every reply begins with that", fix)
+    return value.casefold()
 
 
 def choice(setting: str, value: str, known: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from astraflow.contracts import LLM
 from astraflow.types import Message, Outcome, Task
 from astraflow.workflows.questions import Questions, said, together, user
-from astraflow.workflows.roles import ByRoles, at_least
+from astraflow.workflows.roles import ByRoles, at_least, some_text
 
 
 class ActorVerifier(ByRoles):
@@ -33,8 +33,8 @@ class ActorVerifier(ByRoles):
         """`check`: what the verifier is asked, with `{question}` and `{answer}`. `accept`: how a verdict begins that
         accepts an answer, whatever its case. `retry`: what the actor hears after one that does not."""
         self._questions = Questions(prompt, reward)
-        super().__init__({"actor": actor, "verifier": verifier}, self._questions.fields)
-        self._check, self._retry, self._accept = check, retry, accept.casefold()
+        super().__init__({"actor": actor, "verifier": verifier}, self._questions.fields, apart=True)
+        self._check, self._retry, self._accept = check, retry, some_text("accept", accept, "use y for yes")
         self._attempts = at_least("attempts", attempts, 1, "use 1 for one answer and one verdict")
 
     async def __call__(self, task: Task, llm: Mapping[str, LLM]) -> Outcome:

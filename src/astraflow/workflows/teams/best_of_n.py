@@ -39,7 +39,7 @@ class BestOfN(ByRoles):
         """`judge_prompt`: what the judge is asked, with `{question}` and `{answer}`. `learn_from_judge`: answers earn
         marks instead of grades, which are only reported."""
         self._questions = Questions(prompt, reward)
-        super().__init__({"policy": policy, "judge": judge}, self._questions.fields)
+        super().__init__({"policy": policy, "judge": judge}, self._questions.fields, apart=True)
         self._judge_prompt, self._by_judge = judge_prompt, learn_from_judge
         self._n = at_least("n", n, 2, "with one answer there is no best one")
         self._marks = at_least("marks", marks, 1, "use 9 for one digit")

@@ -38,7 +38,7 @@ class CoderTester(ByRoles):
         self._ask_code, self._ask_tests = Questions(prompt, "exact"), Questions(test_prompt, "exact")
         self._retry, self._attempts = retry, at_least("attempts", attempts, 1, "use 1 for one code that is not retried")
         roles = {"coder": coder, "tester": tester}
-        super().__init__(roles, tuple(dict.fromkeys((*self._ask_code.fields, *self._ask_tests.fields))))
+        super().__init__(roles, tuple(dict.fromkeys((*self._ask_code.fields, *self._ask_tests.fields))), apart=True)
 
     async def __call__(self, task: Task, llm: Mapping[str, LLM]) -> Outcome:
         if not task.get("entries") or not task.get("tests"):

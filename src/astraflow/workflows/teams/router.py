@@ -10,7 +10,7 @@ from astraflow.contracts import LLM
 from astraflow.errors import Problem
 from astraflow.types import Outcome, Task
 from astraflow.workflows.questions import Questions, said
-from astraflow.workflows.roles import ByRoles
+from astraflow.workflows.roles import ByRoles, at_least, some_text
 
 
 class Router(ByRoles):
@@ -37,8 +37,10 @@ class Router(ByRoles):
         """`route`: what the router is asked, with `{question}`. `cost`: of a call of the large model, in reward.
         `explore`: share of tasks, evaluation included, whose episodes all go to one of the two without a router."""
         self._questions = Questions(prompt, reward)
-        super().__init__({"router": router, "small": small, "large": large}, self._questions.fields)
-        self._route, self._large, self._cost = route, choose_large.casefold(), cost
+        super().__init__({"router": router, "small": small, "large": large}, self._questions.fields, apart=True)
+        at_least("cost", cost, 0, "use 0 for models of equal price")
+        self._route, self._cost = route, cost
+        self._large = some_text("choose_large", choose_large, "use l for large")
         if not 0 <= explore < 1:
             raise Problem("workflow.explore", explore, "must be in [0, 1)", "use 0 for a router that always decides")
         self._explore = explore

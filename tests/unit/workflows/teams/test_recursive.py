@@ -110,6 +110,18 @@ async def test_the_budget_ends_all_agents_together() -> None:
     assert outcome.metrics["calls"] == 6.0 == float(len(actor.asked))
 
 
+class Ends(Store):
+    def step(self, action: Action) -> Step:
+        return Step("bye", 0.5, done=True) if action.tool == "give_up" else super().step(action)
+
+
+async def test_after_the_end_nobody_is_spawned_and_nothing_is_done() -> None:
+    actor = Tree({"0": [[("give_up", {}), TAKE, ("spawn", {"tasks": ["x", "y"]})]]})
+    outcome = await built("recursive", ["actor"], environment=f"{__name__}:Ends")(QUESTION, {"actor": actor})
+    assert outcome.metrics["agents"] == 1.0 == outcome.metrics["calls"]
+    assert outcome.metrics["actions"] == 1.0 and outcome.reward == 0.5 and Store.made[-1].taken == []
+
+
 class Falls(Store):
     def step(self, action: Action) -> Step:
         raise RuntimeError("no disk")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from astraflow.models.chat import ChatTokenizer
 from astraflow.rollout.worker.client import Policies
 from astraflow.types import Action, Step, Task
 from astraflow.workflows.load import build_workflow
+from astraflow.workflows.teams import actor_verifier
 from team_table import QUESTION, Table, built
 
 
@@ -99,6 +101,20 @@ async def test_a_share_of_tasks_is_kept_from_the_router_for_all_siblings_alike(c
         built("router", ["router", "small", "large"], reward="exact", explore=1.0)
 
 
+async def test_models_of_equal_price_are_worth_their_grade_to_the_router(chat: ChatTokenizer) -> None:
+    play = built("router", ["router", "small", "large"], reward="exact", route="{question}who", cost=0)
+    table = Table(chat, router=["Large"], small=[], large=["7"])
+    await table.play(play)
+    assert table.rewards == {"router": 1.0, "large": 1.0}
+
+
+async def test_one_policy_may_plan_and_execute(chat: ChatTokenizer) -> None:
+    play = built("planner_executor", ["actor"], reward="exact", planner="actor", executor="actor")
+    table = Table(chat, actor=["add", "7"])
+    await table.play(play)
+    assert table.rewards == {"actor": 1.0}
+
+
 async def test_the_best_of_n_is_what_the_judge_marks_highest(chat: ChatTokenizer) -> None:
     def mark(prompt: str) -> str:
         return {"7": "9", "8": "3"}.get(prompt, "none")
@@ -170,6 +186,17 @@ async def test_a_player_may_be_its_own_opponent_each_side_with_a_reward_of_its_o
         (["player"], {"type": "self_play", "environment": f"{__name__}:Nim", "opponents": []}, ["at least one"]),
         (["player"], {"type": "self_play", "environment": f"{__name__}:Nim"}, ["workflow.opponents.0=opponent"]),
         (["router", "small"], {"type": "router", "reward": "exact"}, ["workflow.large=large"]),
+        (
+            ["actor"],
+            {"type": "actor_verifier", "reward": "exact", "verifier": "actor"},
+            ["workflow.verifier=actor is workflow.actor already", "name another policy"],
+        ),
+        (["actor"], {"type": "best_of_n", "reward": "exact", "judge": "actor"}, ["judge=actor is workflow.policy"]),
+        (["coder"], {"type": "coder_tester", "tester": "coder"}, ["workflow.tester=coder is workflow.coder already"]),
+        (["a", "b"], {"type": "router", "reward": "exact", "router": "a", "small": "b", "large": "b"}, ["large=b is"]),
+        (["router", "small", "large"], {"type": "router", "reward": "exact", "cost": -0.1}, ["workflow.cost=-0.1"]),
+        (["router", "small", "large"], {"type": "router", "reward": "exact", "choose_large": ""}, ["choose_large=''"]),
+        (["actor", "verifier"], {"type": "actor_verifier", "reward": "exact", "accept": ""}, ["accept=''", "empty"]),
     ],
 )  # fmt: skip
 def test_roles_and_limits_that_cannot_be_are_refused_at_load(
@@ -183,6 +210,12 @@ def test_roles_and_limits_that_cannot_be_are_refused_at_load(
 async def test_a_workflow_that_calls_an_undeclared_policy_is_told_which_there_are() -> None:
     with pytest.raises(EpisodeError, match=r"^workflow: llm\['judge'\] is not a policy of this run; known: actor"):
         Policies({"actor": 1})["judge"]
+
+
+def test_each_workflow_is_short() -> None:
+    files = Path(actor_verifier.__file__).parent.glob("*.py")
+    lengths = {path.name: len(path.read_text().splitlines()) for path in files}
+    assert len(lengths) == 9 and {name: lines for name, lines in lengths.items() if lines > 100} == {}
 
 
 async def test_rewards_that_take_time_are_awaited(chat: ChatTokenizer) -> None:
