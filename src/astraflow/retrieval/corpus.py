@@ -115,7 +115,7 @@ def _passage(path: Path, number: int, row: int, line: bytes, fields: Fields) -> 
         found = msgspec.json.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise SourceError(f"{path}:{number}", error.reason, "is not UTF-8", "save the file as UTF-8") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         text = line.decode("utf-8")
         raise SourceError(f"{path}:{number}", text, f"is not JSON ({error})", "write one JSON object a line") from error
     if not isinstance(found, dict):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from astraflow.errors import AstraFlowError
+from astraflow.sandbox.calls import filter_file
 from astraflow.sandbox.isolation import Way, environment
 from astraflow.sandbox.records import Settings
 
@@ -68,11 +69,12 @@ class Box:
             with inside:
                 numbers = (inside.fileno(), settings.output_bytes, len(text), *_limits(way, settings, program))
                 words = ["-c", _BOOT, *map(str, numbers)]
-                self._process = subprocess.Popen(
-                    way.command(uid, settings.disk_bytes, words), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL, pass_fds=(inside.fileno(),), env=environment(), start_new_session=True,
-                    cwd="/tmp",
-                )  # fmt: skip
+                with filter_file() as calls:
+                    self._process = subprocess.Popen(
+                        way.command(uid, settings.disk_bytes, calls, words), stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(inside.fileno(), calls),
+                        env=environment(), start_new_session=True, cwd="/tmp",
+                    )  # fmt: skip
             self.socket.sendall(text)
         except OSError as error:
             self.socket.close()

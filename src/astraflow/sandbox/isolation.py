@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from astraflow.errors import Problem
+from astraflow.sandbox.calls import FILTER, filter_file
 from astraflow.sandbox.records import Isolation, Settings
 
 NOBODY = 65534  # user and group inside a box
@@ -31,43 +32,54 @@ class Way(NamedTuple):
     python: str
     setpriv: str  # "": boxes keep the user of this process, who is not root
     bwrap: str  # "": weak
-    folders: tuple[str, ...]  # that the interpreter needs, beside /usr
+    folders: tuple[str, ...] = ()  # that the interpreter needs, to be read
+    hidden: tuple[str, ...] = ()  # of these: packages, this one and its data sets perhaps among them
 
     @property
     def own_users(self) -> bool:
         """Each slot has a user of its own."""
         return bool(self.setpriv)
 
-    def command(self, uid: int, disk_bytes: int, program: list[str]) -> list[str]:
-        """What starts the interpreter with `program` in a box; `uid` counts where boxes have users of their own."""
+    def command(self, uid: int, disk_bytes: int, calls: int, program: list[str]) -> list[str]:
+        """What starts the interpreter with `program` in a box; `uid` counts where boxes have users of their own.
+        `calls`: number of a file with a filter of system calls, for bubblewrap."""
         words = []
         if self.setpriv:
             words = [self.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
         if self.bwrap:
-            words += [self.bwrap, *_walls(disk_bytes, self.folders)]
+            words += [self.bwrap, *(["--seccomp", str(calls)] if FILTER else []), *self._walls(disk_bytes)]
         # -S leaves out site-packages; -I the folder, the user's packages and all variables but those that C reads
         return [*words, self.python, "-I", "-S", "-B", *program]
 
+    def _walls(self, disk_bytes: int) -> list[str]:
+        """New user, pid, network, mount, ipc, uts and cgroup namespaces; of the host's files only programs and
+        libraries, to be read.
 
-def _walls(disk_bytes: int, folders: tuple[str, ...]) -> list[str]:
-    """New user, pid, network, mount, ipc, uts and cgroup namespaces; of the host's files only /usr, to be read.
+        There is no /proc, and no further user namespace can be made inside. As pid 1 of its namespace the program
+        takes everything with it when it ends; without that, bubblewrap's own pid 1 is reaped late and slots run out of
+        processes.
+        """
+        words = ["--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1", "--die-with-parent"]
+        words += ["--new-session", "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--hostname", "box"]
+        words += ["--clearenv", *(word for name, value in _ENVIRONMENT.items() for word in ("--setenv", name, value))]
+        words += ["--size", str(disk_bytes), "--tmpfs", "/tmp"]
+        for folder in self.folders:
+            words += ["--ro-bind", folder, folder]
+        for folder in self.hidden:
+            words += ["--tmpfs", folder, "--remount-ro", folder]
+        return [*words, *_top(), "--remount-ro", "/", "--chdir", "/tmp"]
 
-    There is no /proc, and no further user namespace can be made inside. As pid 1 of its namespace the program takes
-    everything with it when it ends; without that, bubblewrap's own pid 1 is reaped late and slots run out of processes.
-    """
-    words = ["--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1", "--die-with-parent", "--new-session"]
-    words += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--hostname", "box", "--clearenv"]
-    words += [word for name, value in _ENVIRONMENT.items() for word in ("--setenv", name, value)]
-    words += ["--ro-bind", "/usr", "/usr"]
-    for folder in folders:
-        words += ["--ro-bind", folder, folder]
+
+def _top() -> list[str]:
+    """What lies beside /usr."""
+    words = []
     for name in ("bin", "lib", "lib64", "lib32"):
         if Path("/", name).is_dir():
             words += ["--symlink", f"usr/{name}", f"/{name}"] if Path("/", name).is_symlink() else [
                 "--ro-bind", f"/{name}", f"/{name}"]  # fmt: skip
     for device in ("null", "zero", "urandom"):
         words += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    return [*words, "--size", str(disk_bytes), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
+    return words
 
 
 def environment() -> dict[str, str]:
@@ -85,7 +97,7 @@ def find_way(isolation: Isolation, python: str, where: str = "sandbox") -> Way:
     if sys.platform != "linux":
         setpriv = ""
     if isolation == "weak":
-        return _tried(Way("weak", _interpreter(python, bool(setpriv), where)[0], setpriv, "", ()), where)
+        return _tried(Way("weak", _interpreter(python, bool(setpriv), where), setpriv, ""), where)
     bwrap = shutil.which("bwrap")
     if sys.platform != "linux" or bwrap is None:
         raise Problem(
@@ -96,38 +108,46 @@ def find_way(isolation: Isolation, python: str, where: str = "sandbox") -> Way:
             f"{where}.isolation", isolation, "needs the program setpriv when root runs it",
             f"install util-linux, run as another user, {_WEAK}",
         )  # fmt: skip
-    interpreter, folders = _interpreter(python, bool(setpriv), where)
-    return _tried(Way("bubblewrap", interpreter, setpriv, bwrap, folders), where)
+    interpreter = _interpreter(python, bool(setpriv), where)
+    return _tried(Way("bubblewrap", interpreter, setpriv, bwrap, *_folders(Path(interpreter))), where)
 
 
-def _interpreter(python: str, others: bool, where: str) -> tuple[str, tuple[str, ...]]:
-    """An interpreter that boxes can read, and the folder that it needs. `others`: they have users of their own."""
+def _folders(python: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What an interpreter needs: programs and libraries, of which only the standard library of Python is seen."""
+    prefixes = dict.fromkeys((Path("/usr"), python.parent.parent))
+    wanted = [prefix / name for prefix in prefixes for name in ("bin", "lib", "lib64", "lib32", "share/zoneinfo")]
+    folders = [folder for folder in wanted if folder.is_dir() and not folder.is_symlink()]
+    hidden = [path for folder in folders for path in sorted(folder.glob("python*/*-packages")) if path.is_dir()]
+    return tuple(map(str, folders)), tuple(map(str, hidden))
+
+
+def _interpreter(python: str, others: bool, where: str) -> str:
+    """An interpreter that boxes can read. `others`: they have users of their own."""
     if python:
         path = Path(python).resolve()
         if not path.is_file():
             raise Problem(f"{where}.python", python, "is not a file", "name an interpreter, or leave it out")
-        return str(path), () if path.is_relative_to("/usr") else (str(path.parent.parent),)
+        return str(path)
     mine = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
-    if mine.is_relative_to("/usr"):
-        return str(mine), ()
     if not others or all(p.stat().st_mode & stat.S_IXOTH for p in (mine, *mine.parents)):
-        return str(mine), (str(Path(sys.base_prefix).resolve()),)
+        return str(mine)
     system = Path("/usr/bin/python3").resolve()
     if not system.is_file():
         raise Problem(
             f"{where}.python", str(mine), "cannot be read by other users, and there is no /usr/bin/python3",
             "install python3, or name an interpreter that all may read",
         )  # fmt: skip
-    return str(system), ()
+    return str(system)
 
 
 def _tried(way: Way, where: str) -> Way:
-    command = way.command(FIRST_UID, 1 << 20, ["-c", "import json, resource, sys; assert sys.version_info >= (3, 9)"])
+    program = ["-c", "import json, resource, sys; assert sys.version_info >= (3, 9)"]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, env=environment(), timeout=_TRY_S, check=False,
-            cwd="/",
-        )  # fmt: skip
+        with filter_file() as calls:
+            done = subprocess.run(
+                way.command(FIRST_UID, 1 << 20, calls, program), stdin=subprocess.DEVNULL, capture_output=True,
+                env=environment(), timeout=_TRY_S, check=False, cwd="/", pass_fds=(calls,),
+            )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _unusable(way, where, str(error)) from error
     if done.returncode:

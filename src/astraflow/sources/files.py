@@ -54,7 +54,7 @@ def text_of(path: Path, content: bytes) -> str:
 def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise SourceError(f"{path}:{number}", line, f"is not JSON ({error})", "write one JSON object a line") from error
     if not isinstance(row, dict):
         raise SourceError(f"{path}:{number}", line, "is not a JSON object", 'write {"key": value, ...} on each line')

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+import socket
+import subprocess
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from astraflow.sandbox import calls, isolation
+from astraflow.sandbox.inside import driver
 from astraflow.sandbox.pool import Sandbox
 from astraflow.sandbox.records import Job, Settings, Verdict
 from sandboxed import needs_sandbox
@@ -100,6 +107,26 @@ FAKES = {
     "raises anything": "def f(x):\n    raise type('AssertionError', (BaseException,), {})()",
     "generator": "def f(x):\n    while True:\n        yield 2",
 }
+
+
+def test_the_end_of_a_loop_is_no_answer(sandbox: Sandbox) -> None:
+    for test in ("for y in map(f, [1, 2]):\n    assert y == 2", "assert all(y == 2 for y in map(f, [1]))"):
+        assert judged(sandbox, "def f(x):\n    raise StopIteration", (test,)).outcome == "failed"
+        assert judged(sandbox, "def f(x):\n    return 2", (test,)).outcome == "passed"
+
+
+@pytest.mark.parametrize("key", ["code", "signal", "raised"])
+def test_a_forged_reply_is_a_failure_however_long(key: str) -> None:
+    """What is too long for the host would count as a failure of the sandbox, which is no grade."""
+    ours, control = socket.socketpair()
+    code, channel = socket.socketpair()
+    with ours, control, code, channel:
+        reply = json.dumps({key: "\0" * 100_000}).encode()
+        threading.Thread(target=code.sendall, args=(len(reply).to_bytes(4, "big") + reply,), daemon=True).start()
+        job = {"code": "", "cases": [("", "")], "tests": [], "limit": 1 << 20, "stop": True}
+        driver._judge(control.fileno(), job, channel.fileno())
+        told = ours.recv(1 << 20)
+    assert 10 < len(told) < 1 << 12
 
 
 @pytest.mark.parametrize("name", FAKES)
@@ -209,10 +236,43 @@ def test_what_is_written_is_limited_and_gone_afterwards(sandbox: Sandbox) -> Non
 
 def test_there_is_no_network(sandbox: Sandbox) -> None:
     connect = "__import__('socket').create_connection(({!r}, {}), 2)"
-    assert "unreachable" in seen(sandbox, connect.format("8.8.8.8", 53))
-    assert "refused" in seen(sandbox, connect.format("127.0.0.1", 22))
+    for host, port in (("8.8.8.8", 53), ("127.0.0.1", 22), ("::1", 22)):
+        assert "not permitted" in seen(sandbox, connect.format(host, port))
     assert "gaierror" in seen(sandbox, connect.format("example.org", 80))
-    assert seen(sandbox, "__import__('socket').if_nameindex()") == "[(1, 'lo')]"
+    assert "not permitted" in seen(sandbox, "__import__('socket').if_nameindex()")
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(f"\0astraflow-{os.getpid()}")
+        door.listen()
+        local = f"__import__('socket').socket(__import__('socket').AF_UNIX).connect({door.getsockname()!r})"
+        assert "refused" in seen(sandbox, local)
+    assert seen(sandbox, "len(__import__('socket').socketpair())") == "2"  # as of an event loop
+
+
+@pytest.mark.parametrize("name", calls.REFUSED)
+def test_calls_of_the_kernel_that_no_limit_counts_are_refused(sandbox: Sandbox, name: str) -> None:
+    if not calls.FILTER:
+        pytest.skip("the numbers of this machine are not known")
+    number = calls.REFUSED[name][calls.MACHINES[platform.machine()][0]]
+    ask = f"(lambda c, k: (k.syscall({number}, 0, 0, 0, 0, 0, 0), c.get_errno()))"
+    assert seen(sandbox, f"{ask}(*(lambda c: (c, c.CDLL(None, use_errno=True)))(__import__('ctypes')))") == "(-1, 1)"
+
+
+def test_packages_beside_an_interpreter_are_not_seen(tmp_path: Path) -> None:
+    """Data sets with their answers come as packages, and so does this one."""
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    for folder in (packages, tmp_path / "bin", tmp_path / "src"):
+        folder.mkdir(parents=True)
+        (folder / "answers").write_text("2")
+    (packages.parent / "os.py").touch()
+    folders, hidden = isolation._folders(tmp_path / "bin" / "python3")
+    way = isolation.find_way("bubblewrap", "")
+    way = way._replace(setpriv="", folders=(*way.folders, *folders), hidden=hidden)  # as who may enter here
+    places = [str(folder) for folder in (packages.parent, packages, tmp_path)]
+    look = f"import os\nprint([sorted(os.listdir(place)) for place in {places!r}])"
+    with calls.filter_file() as rules:
+        words = way.command(0, 1 << 20, rules, ["-c", look])
+        done = subprocess.run(words, pass_fds=(rules,), capture_output=True, check=False, text=True, timeout=60)
+    assert done.stdout == "[['os.py', 'site-packages'], [], ['bin', 'lib']]\n", done.stderr
 
 
 def test_other_processes_are_not_there(sandbox: Sandbox) -> None:

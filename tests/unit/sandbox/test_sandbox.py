@@ -67,11 +67,35 @@ NODE = "class f:\n    def __init__(self, a): self.a = a"
         (NODE, "r = f(1)\nr.a = f(2)\nassert r.a == r.a and r.a != f(2) and r.a.a == 2"),
         ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
         ("class Solution:\n    def f(self, x): return x", "assert f(3) == 3"),
+        (
+            "from dataclasses import dataclass\nfrom typing import ClassVar\n@dataclass\nclass f:\n    a: int\n"
+            "    b: 'ClassVar[int]' = 2",
+            "assert f(3).a == 3",
+        ),
+        ("def f(x: int):\n    return f.__annotations__", "assert f(1) == {'x': int}"),
+        ("import sys\ndef f():\n    return sys.modules[f.__module__].f is f", "assert f()"),
         ("f = lambda *a, **k: (a, k)", "assert f(1, b=2) == ((1,), {'b': 2})"),
     ],
 )  # fmt: skip
 def test_what_a_test_may_do(sandbox: Sandbox, code: str, test: str) -> None:
     verdict = sandbox.submit(Job(code=code, entries=("f",), tests=(test,))).result(60)
+    assert verdict.outcome == "passed", verdict
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import threading\nthreading.Thread(target=lambda: print(int(input()) + 1)).start()",
+        "import atexit, io, sys\nsys.stdout = out = io.StringIO()\n"
+        "atexit.register(lambda: sys.__stdout__.write(out.getvalue()))\nprint(int(input()) + 1)",
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'\nprint(P(int(input())).x + 1)",
+        "import __main__\ny = 1\nprint(int(input()) + __main__.y)",
+        "import sys\nsys.stdout.write(str(int(input()) + 1))\nsys.stdout = None",
+    ],
+)  # fmt: skip
+def test_programs_end_as_those_of_a_file_do(sandbox: Sandbox, code: str) -> None:
+    verdict = sandbox.submit(Job(code=code, cases=(("1\n", "2\n"),))).result(60)
     assert verdict.outcome == "passed", verdict
 
 

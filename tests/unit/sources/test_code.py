@@ -42,6 +42,9 @@ def test_mbpp_has_its_splits_and_shows_few_tests() -> None:
         ({"code": "def f(:"}, "task 700.* is not Python"),
         ({"code": "x = 1"}, "task 700.* names nothing that `code` defines"),
         ({"test_list": None}, "row 0: test_list=None is empty"),
+        ({"test_list": [1]}, r"row 0: test_list=\[1\] must be a list of texts"),
+        ({"task_id": "7"}, "row 0: task_id=7 must be a whole number"),
+        ({"code": 1}, "row 0: code=1 must be a text"),
     ],
 )
 def test_a_broken_row_of_mbpp_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
@@ -49,7 +52,9 @@ def test_a_broken_row_of_mbpp_is_named(tmp_path: Path, row: dict[str, Any], mess
     path = tmp_path / "m.jsonl"
     path.write_text(json.dumps(whole))
     with pytest.raises(SourceError, match=message):
-        MbppSource(path=str(path)).row(0)
+        MbppSource(path=str(path))
+    path.write_text(json.dumps({"task_id": 700, "text": "t", "code": "def f(): pass", "test_list": ["f()"]}))
+    assert MbppSource(path=str(path)).row(0)["given"] == ""  # which may lack
 
 
 def write(tmp_path: Path, **fields: Any) -> str:
@@ -74,7 +79,47 @@ def test_programs_and_functions_of_contests(tmp_path: Path) -> None:
     assert row["tests"] == ["assert same(g(*[[1], 'a']), [2])"]
 
 
-@pytest.mark.parametrize("broken", ["{", "[]", '{"inputs": [1], "outputs": []}', '{"inputs": []}', "3"])
+@pytest.mark.parametrize(
+    ("got", "given", "wanted", "right"),
+    [
+        (3, [1], [3], True),  # as APPS may write it
+        ([3], [1], [3], True),
+        ((3,), [1], [3], True),
+        (4, [1], [3], False),
+        ([3, 4], [1], [3, 4], True),
+        (3, [1], [3, 4], False),
+        (3, "1", "[3]", False),  # LiveCodeBench writes what it means
+        (float("inf"), "Infinity", "Infinity", True),
+    ],
+)
+def test_what_a_function_of_a_contest_may_return(
+    tmp_path: Path, got: Any, given: Any, wanted: Any, right: bool
+) -> None:
+    tests = {"inputs": [given], "outputs": [wanted], "fn_name": "f"}
+    row = ProgramsSource(path=write(tmp_path, input_output=json.dumps(tests))).row(0)
+    space: dict[str, Any] = {"f": lambda x: got}
+    exec(row["setup"], space)  # noqa: S102 - our own
+    if right:
+        exec(row["tests"][0], space)  # noqa: S102 - our own
+    else:
+        with pytest.raises(AssertionError):
+            exec(row["tests"][0], space)  # noqa: S102 - our own
+
+
+@pytest.mark.parametrize("name", ["f(); import os", 3, "lambda"])
+def test_what_is_no_name_of_a_function_is_refused(tmp_path: Path, name: Any) -> None:
+    tests = {"inputs": [[1]], "outputs": [1], "fn_name": name}
+    with pytest.raises(SourceError, match=r"p\.jsonl row 0: fn_name=.* is no name"):
+        ProgramsSource(path=write(tmp_path, input_output=json.dumps(tests)))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '{"inputs": [null], "outputs": ["1"]}', '{"inputs": [1], "outputs": []}', '{"inputs": []}', "{", "[]", "3",
+        "[" * 10**5,
+    ],
+)  # fmt: skip
 def test_broken_cases_are_named_before_anything_starts(tmp_path: Path, broken: str) -> None:
     with pytest.raises(SourceError, match=r"p\.jsonl row 0: input_output"):
         ProgramsSource(path=write(tmp_path, input_output=broken))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 
-from astraflow.sandbox.inside.values import pack, receive, send, unpack
+from astraflow.sandbox.inside.values import compiled, new_module, pack, receive, send, unpack
 
 TYPE_CHECKING = False  # typing takes 2 ms to load, in each box
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class _Candidate:
 
     def __init__(self, channel: int, limit: int) -> None:
         self._channel, self._limit = channel, limit
-        self._space: dict[str, Any] = {"__name__": "solution"}
+        self._space = new_module("solution")
         self._held: list[Any] = []
         self._numbers: dict[int, int] = {}
 
@@ -44,7 +45,7 @@ class _Candidate:
     def _answer(self, request: Any) -> Any:
         kind = request["op"]
         if kind == "load":
-            exec(compile(request["code"], "solution.py", "exec"), self._space)  # noqa: S102 - what the box is for
+            exec(compiled(request["code"], "solution.py"), self._space)  # noqa: S102 - what the box is for
             return {"value": None}
         if kind == "program":
             return _program(self._channel, request["code"], request["input"])
@@ -122,7 +123,6 @@ def _text(name: str) -> str:
 
 
 def _become_program(channel: int, code: str, names: list[str]) -> None:
-    import sys
     import traceback
 
     ended = 1
@@ -133,7 +133,7 @@ def _become_program(channel: int, code: str, names: list[str]) -> None:
             os.dup2(file, number)
             os.close(file)
         sys.argv = ["solution.py"]
-        exec(compile(code, "solution.py", "exec"), {"__name__": "__main__"})  # noqa: S102 - what the box is for
+        exec(compiled(code, "solution.py"), new_module("__main__"))  # noqa: S102 - what the box is for
         ended = 0
     except SystemExit as leaving:
         ended = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
@@ -141,11 +141,22 @@ def _become_program(channel: int, code: str, names: list[str]) -> None:
         traceback.print_exc(limit=-1)
     finally:
         try:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _finish()
         except BaseException:
             ended = ended or 1
         os._exit(ended & 255)
+
+
+def _finish() -> None:
+    """What the interpreter does at the end of a program: wait for threads, call what waits for the end, write."""
+    import atexit
+
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
+        if file is not None and not getattr(file, "closed", False):
+            file.flush()
 
 
 def main(channel: int, limit: int) -> None:

@@ -8,7 +8,7 @@ import resource
 import socket
 
 from astraflow.sandbox.inside.far import CandidateError, Link, Named
-from astraflow.sandbox.inside.values import receive, send
+from astraflow.sandbox.inside.values import compiled, new_module, receive, send
 
 TYPE_CHECKING = False  # typing takes 2 ms to load, in each box
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 _TOLERANCE = 1e-6
+_WHY_CHARS = 300  # the code has a say in it; what is too long for the host would be a failure of the sandbox
 
 
 def same_output(wrote: str, wanted: str) -> bool:
@@ -42,7 +43,7 @@ def _same_word(word: str, wished: str) -> bool:
 def _test(link: Link, space: dict[str, Any], test: str) -> str:
     """Why the test failed, or ""."""
     try:
-        exec(compile(test, "test.py", "exec"), space)  # noqa: S102 - what the box is for
+        exec(compiled(test, "test.py"), space)  # noqa: S102 - what the box is for
     except Exception as error:
         why = str(error)
         return link.broken or (type(error).__name__ + (": " + why[:200] if why else ""))
@@ -69,7 +70,7 @@ def _judge(control: int, job: Any, channel: int) -> None:
     stop = job["stop"]
 
     def tell(why: str) -> bool:
-        send(control, {"why": why})
+        send(control, {"why": why[:_WHY_CHARS]})
         return bool(why) and (stop or why.startswith("signal "))
 
     for given, wanted in job["cases"]:
@@ -82,12 +83,12 @@ def _judge(control: int, job: Any, channel: int) -> None:
     except Exception as error:
         tell("load: " + (link.broken or type(error).__name__ + ": " + str(error)[:200]))
         return
-    space: dict[str, Any] = {"__name__": "tests"}
+    space = new_module("tests")
     entries = {name: Named(link, name) for name in job["entries"]}
     try:
-        exec(compile(job["setup"], "setup.py", "exec"), space)  # noqa: S102 - trusted, or this box is thrown away
+        exec(compiled(job["setup"], "setup.py"), space)  # noqa: S102 - trusted, or this box is thrown away
         space.update(entries)
-        exec(compile(job["given"], "given.py", "exec"), space)  # noqa: S102 - the same
+        exec(compiled(job["given"], "given.py"), space)  # noqa: S102 - the same
     except Exception as error:
         tell("setup: " + type(error).__name__ + ": " + str(error)[:200])
         return

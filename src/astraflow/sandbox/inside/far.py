@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+_ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration)
+
+
 class CandidateError(Exception):
     """What the code raised, when it is no exception of Python's own."""
 
@@ -122,9 +125,9 @@ class Named:
 
 
 def _raised(name: str, says: str) -> Exception:
-    """Never what would end the driver: only exceptions of Python's own that are errors."""
+    """Never what would end the driver, or a loop of a test: only exceptions of Python's own that are errors."""
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _ENDS_OF_LOOPS):
         try:
             return kind(says)
         except TypeError:

@@ -22,7 +22,7 @@ class MbppSource:
 
     def __init__(self, *, split: str = "train", shown: int = 1, path: str = "", limit: int = 0) -> None:
         """`split`: train (374 rows), validation (90), test (500), prompt (10) or all. `path`: another file with the
-        same fields. `limit`: first rows only; 0: all."""
+        same fields; all its rows are checked at once. `limit`: first rows only; 0: all."""
         if split not in SPLITS:
             raise SourceError("sources.mbpp.split", split, f"must be one of {', '.join(SPLITS)}", "train on 'train'")
         if limit < 0:
@@ -30,12 +30,18 @@ class MbppSource:
         if shown < 1:
             raise SourceError("sources.mbpp.shown", shown, "must be >= 1", "without a test no function has a name")
         with as_file(files("astraflow.sources") / "data" / "mbpp" / "mbpp.jsonl") as shipped:
-            rows, self._fingerprint = load_jsonl(user_path(path) if path else shipped, _KEYS)
+            file = user_path(path) if path else shipped
+            rows, self._fingerprint = load_jsonl(file, _KEYS)
+        if path:
+            _check(rows, file)
         first, last = SPLITS[split]
         rows = [row for row in rows if first <= row["task_id"] <= last]
         if not rows:
             raise SourceError("sources.mbpp.path", path, f"holds no row of the split {split}", "use split = 'all'")
         self._rows, self._shown, self._split = rows[:limit] if limit else rows, shown, split
+        if path:
+            for index in range(len(self._rows)):
+                self.row(index)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -43,7 +49,7 @@ class MbppSource:
     def row(self, index: int) -> dict[str, Any]:
         check_row("sources.mbpp", index, len(self._rows))
         row = self._rows[index]
-        code, given, tests = (_unix(row[key]) for key in ("code", "test_setup_code", "test_list"))
+        code, given, tests = (_unix(row.get(key)) for key in ("code", "test_setup_code", "test_list"))
         entries, setup = _names(code, "\n".join([given, *tests]), f"mbpp task {row['task_id']}")
         shown = "\n".join(tests[: self._shown])
         return {
@@ -60,6 +66,16 @@ class MbppSource:
 
     def fingerprint(self) -> str:
         return f"{self._fingerprint}/{self._split}/{self._shown}/{len(self._rows)}"
+
+
+def _check(rows: list[dict[str, Any]], file: Path) -> None:
+    kinds: dict[str, Any] = {"task_id": int, "text": str, "code": str, "test_list": list, "test_setup_code": str | None}
+    for number, row in enumerate(rows):
+        for key, kind in kinds.items():
+            value = row.get(key)
+            if not isinstance(value, kind) or (kind is list and not all(isinstance(test, str) for test in value)):
+                what = "a list of texts" if kind is list else "a whole number" if kind is int else "a text"
+                raise SourceError(f"{file} row {number}: {key}", value, f"must be {what}", "write it as MBPP does")
 
 
 def _unix(text: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 from typing import Any
 
 from astraflow.config.env import user_path
@@ -17,8 +18,11 @@ def _plain(value):
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def same(got, want):
-    return _plain(got) == _plain(want)
+def same(got, *wanted):
+    return _plain(got) in map(_plain, wanted)
+
+
+inf, nan = float("inf"), float("nan")
 """
 
 
@@ -27,8 +31,8 @@ class ProgramsSource:
 
     Tests in one field, an object or JSON text of one: `{"inputs": [...], "outputs": [...], "fn_name": ...}`, or a list
     of `{"input": ..., "output": ...}`. With a name of a function, each input is the
-    list of its arguments, or one JSON value a line; the function, or `Solution().function`, returns the output. Without
-    one, inputs and outputs are texts of whole programs.
+    list of its arguments, or one JSON value a line; the function, or `Solution().function`, returns the output, which
+    APPS may write as a list of one. Without a name, inputs and outputs are texts of whole programs.
     """
 
     def __init__(
@@ -69,21 +73,23 @@ def _row(row: dict[str, Any], where: str, names: tuple[str, str, str, str], max_
     if row.get(starter):
         made["question"] += f"\n\n```python\n{row[starter]}\n```"
     if name:
+        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+            raise SourceError(f"{where}: {function}", name, "is no name of a function", "write one, or leave it out")
         made |= {"entries": [name], "setup": _SAME}
         made["tests"] = [_call(name, given, wanted, f"{where}: {tests}") for given, wanted in pairs[:max_cases]]
     else:
-        made["cases"] = [[_text(given), _text(wanted)] for given, wanted in pairs[:max_cases]]
+        made["cases"] = [[_text(part, f"{where}: {tests}") for part in pair] for pair in pairs[:max_cases]]
     return made
 
 
-def _pairs(found: Any, where: str) -> tuple[list[tuple[Any, Any]], str]:
+def _pairs(found: Any, where: str) -> tuple[list[tuple[Any, Any]], Any]:
     """(input, output) of each case, and the name of the function, "" if none."""
     if isinstance(found, list) and found and all(isinstance(c, dict) and {"input", "output"} <= set(c) for c in found):
         return [(case["input"], case["output"]) for case in found], ""
     if isinstance(found, dict):
         inputs, outputs = found.get("inputs"), found.get("outputs")
         if isinstance(inputs, list) and isinstance(outputs, list) and inputs and len(inputs) == len(outputs):
-            return list(zip(inputs, outputs, strict=True)), str(found.get("fn_name") or "")
+            return list(zip(inputs, outputs, strict=True)), found.get("fn_name") or ""
     raise SourceError(
         where, str(found)[:80], "holds no cases",
         'write {"inputs": [...], "outputs": [...]} of equal length, or [{"input": ..., "output": ...}]',
@@ -96,22 +102,26 @@ def _call(name: str, given: Any, wanted: Any, where: str) -> str:
         args = [_json(line, where) for line in given.splitlines() if line.strip()]
     else:
         args = given if isinstance(given, list) else [given]
-    wanted = _json(wanted, where) if isinstance(wanted, str) and isinstance(given, str) else wanted
-    return f"assert same({name}(*{args!r}), {wanted!r})"
+    wanted = [_json(wanted, where) if isinstance(wanted, str) and isinstance(given, str) else wanted]
+    if not isinstance(given, str) and isinstance(wanted[0], list) and len(wanted[0]) == 1:
+        wanted.append(wanted[0][0])
+    return f"assert same({name}(*{args!r}), {', '.join(map(repr, wanted))})"
 
 
-def _of_metadata(row: dict[str, Any], function: str) -> str:
+def _of_metadata(row: dict[str, Any], function: str) -> Any:
     found = row.get("metadata")
     if isinstance(found, str):
         try:
             found = json.loads(found)
-        except ValueError:
+        except (ValueError, RecursionError):
             return ""
     name = found.get(function, found.get("func_name")) if isinstance(found, dict) else None
-    return str(name or "")
+    return name or ""
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, where: str) -> str:
+    if value is None:
+        raise SourceError(where, None, "is neither an input nor an output", "write a text; one may be empty")
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -120,5 +130,5 @@ def _json(value: Any, where: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SourceError(where, value[:80], f"is not JSON ({error})", "write the cases as JSON") from error

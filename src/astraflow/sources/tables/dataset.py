@@ -92,7 +92,7 @@ class DatasetSource:
                 self._check_kinds(mapped, where, kinds)
                 if self._is_overlong(mapped, where):
                     left_out["overlong"] += 1
-                elif self._id and self._is_known(str(picked(row, self._id, where, "id")), where, known):
+                elif self._id and self._is_known(picked(row, self._id, where, "id"), where, known):
                     left_out["duplicates"] += 1
                 else:
                     chosen.append((place, number))
@@ -117,6 +117,10 @@ class DatasetSource:
         return made
 
     def _check_kinds(self, mapped: dict[str, Any], where: str, kinds: dict[str, tuple[type, str]]) -> None:
+        for field in ("question", "answer"):
+            if kinds and (field in mapped) != (field in kinds):
+                lacks = where if field in kinds else next(iter(kinds.values()))[1]
+                raise SourceError(f"{lacks}: {field}", None, "is missing", "fill it in, or remove the row")
         for field in self._fields or mapped:
             value = mapped[field]
             if value is None:
@@ -145,8 +149,10 @@ class DatasetSource:
             )  # fmt: skip
         return True
 
-    def _is_known(self, own: str, where: str, known: dict[str, str]) -> bool:
-        first = known.setdefault(own, where)
+    def _is_known(self, own: Any, where: str, known: dict[str, str]) -> bool:
+        if own is None:
+            raise SourceError(f"{where}: {self._id}", own, "is empty", "fill it in or remove the row")
+        first = known.setdefault(str(own), where)
         if first is where:
             return False
         if self._duplicates == "refuse":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -27,7 +28,7 @@ def picked(row: Mapping[str, Any], path: str, where: str, field: str) -> Any:
             value = _json(value, where, field, path)
         if isinstance(value, Mapping) and part in value:
             value = value[part]
-        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         else:
             raise SourceError(f"{where}: {field}", path, f"is missing at '{part}'", f"there is {_known(value)}")
@@ -43,7 +44,7 @@ def _known(value: Any) -> str:
 def _json(value: str, where: str, field: str, path: str) -> Any:
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SourceError(
             f"{where}: {field}", value[:80], f"is no JSON ({error})", f"mend it, or change {path}"
         ) from error
@@ -55,6 +56,8 @@ def answer_of(value: Any, form: AnswerForm, where: str, field: str) -> str:
         raise SourceError(
             f"{where}: {field}", str(value)[:80], "is neither text nor a number", "map it to one by `fields`"
         )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SourceError(f"{where}: {field}", value, "is no number", "fill it in or remove the row")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = str(value).strip()

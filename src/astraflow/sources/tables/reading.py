@@ -35,7 +35,7 @@ class Table:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if isinstance(self._rows, list):
             return self._rows[index]
-        row: dict[str, Any] = self._rows.slice(index, 1).to_pylist()[0]
+        row: dict[str, Any] = self._listed(self._rows.slice(index, 1))[0]
         return row
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -43,7 +43,14 @@ class Table:
             yield from self._rows
             return
         for batch in self._rows.to_batches(max_chunksize=_CHUNK_ROWS):
-            yield from batch.to_pylist()
+            yield from self._listed(batch)
+
+    def _listed(self, columns: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
+        try:
+            rows: list[dict[str, Any]] = columns.to_pylist()
+        except UnicodeDecodeError as error:
+            raise SourceError("path", str(self.path), f"holds a text that is not UTF-8 ({error})", _AGAIN) from error
+        return rows
 
 
 def files_of(path: Path, split: str) -> list[Path]:
@@ -129,7 +136,7 @@ def _parsed(path: Path, kind: str, content: bytes) -> list[dict[str, Any]]:
     text = text_of(path, content)
     try:
         whole = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         if text.lstrip().startswith("{") and "\n" in text.strip():
             return parse_lines(path, content)  # JSON Lines by another name
         raise SourceError("path", str(path), f"is not JSON ({error})", _AGAIN) from error

@@ -166,6 +166,17 @@ def cut(path, size=None):
     return path
 
 
+def broken_text(path):
+    offsets, letters = pa.array([0, 1], pa.int32()).buffers()[1], pa.py_buffer(b"\xff")
+    pq.write_table(pa.table({"question": pa.StringArray.from_buffers(1, offsets, letters)}), path)
+    return path
+
+
+def deep(path):
+    path.write_text("[" * 10**5 + "]" * 10**5)
+    return path
+
+
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
@@ -189,6 +200,16 @@ def cut(path, size=None):
         (lambda d: cut(write(d / "t.jsonl.zst", ROWS)), {}, ["t.jsonl.zst", "unpacked", "cut"]),
         (lambda d: cut(write(d / "t.json", ROWS)), {}, ["t.json", "not JSON"]),
         (lambda d: cut(write(d / "t.jsonl", ROWS), 100), {}, ["t.jsonl:2", "not JSON"]),
+        (lambda d: write(d / "t.jsonl", [ROWS[0], {"question": "a"}]), {}, ["row 1", "answer", "is missing"]),
+        (lambda d: write(d / "t.jsonl", [{"question": "a"}, ROWS[0]]), {}, ["row 0", "answer", "is missing"]),
+        (lambda d: write(d / "t.parquet", [{"answer": 1.0}, {"answer": float("nan")}]), {}, ["row 1", "answer=nan"]),
+        (lambda d: write(d / "t.parquet", [{"answer": float("-inf")}]), {}, ["row 0", "answer=-inf"]),
+        (lambda d: broken_text(d / "t.parquet"), {}, ["t.parquet", "not UTF-8"]),
+        (lambda d: deep(d / "t.jsonl"), {}, ["t.jsonl:1", "not JSON"]),
+        (lambda d: deep(d / "t.json"), {}, ["t.json", "not JSON"]),
+        (lambda d: write(d / "t.jsonl", [{"q": "[" * 10**5}]), {"fields": {"question": "q.0"}}, ["row 0", "no JSON"]),
+        (lambda d: write(d / "t.jsonl", DAPO), {"fields": {"question": "prompt.\u00b2"}}, ["row 0", "missing"]),
+        (lambda d: write(d / "t.jsonl", [{**ROWS[0], "id": None}]), {"id": "id"}, ["row 0", "id=None", "empty"]),
         (lambda d: write(d / "t.jsonl", ROWS), {"limit": -1}, ["limit", "-1"]),
         (lambda d: write(d / "t.jsonl", ROWS), {"answer": "latex"}, ["answer", "latex", "boxed"]),
         (lambda d: write(d / "t.jsonl", ROWS), {"id": "key"}, ["row 0", "id=key", "missing"]),
