@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import warnings
 from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any
 
 from astraflow.config.env import user_path
