@@ -15,6 +15,8 @@ import numpy as np
 from astraflow.errors import Problem
 from astraflow.simulate.clock import Clock
 
+_NOT_CALLED = "not_called"
+
 
 @dataclass
 class Trained:
@@ -162,9 +164,9 @@ class Dataflow:
         for name, policy in self.policies.items():
             if policy.version >= policy.steps:
                 continue
-            rows = group.rows.get(name)
-            if not rows:
-                self._drop(name, "no_calls")
+            rows = group.rows.get(name, [])
+            if len(rows) < min(2, self._size):
+                self._drop(name, _NOT_CALLED)
             elif policy.kept < 1 and self._random.random() >= policy.kept:
                 self._drop(name, "operators")
             else:
@@ -191,6 +193,8 @@ class Dataflow:
         policy = self.policies[name]
         policy.in_flight -= 1
         policy.dropped[reason] = policy.dropped.get(reason, 0) + 1
+        if reason == _NOT_CALLED and any(p.version < p.steps for p in self.policies.values() if p is not policy):
+            return  # while others train, a policy may go without calls
         policy.num_dropped_in_a_row += 1
         if policy.num_dropped_in_a_row > policy.max_dropped:
             raise Problem(

@@ -80,6 +80,32 @@ def test_a_policy_that_is_frozen_until_a_step_takes_no_groups_before_it_and_make
     check_law(one.machine)
 
 
+def test_late_policies_wait_for_those_before_them_and_not_for_each_other() -> None:
+    one = desk(6, actor={"groups": 1}, b={"frozen_steps": 2}, c={"frozen_steps": 2}, last={"frozen_steps": 4})
+    waits, policies = one.machine.context.waits, one.machine.state.policies
+    for version in range(2):
+        one.play(2, version)
+        one.step(version)
+    assert [name for name in policies if waits(name)] == ["last"]
+    for step in (3, 4):
+        policies["actor"].latest, policies["b"].latest = step, step - 2
+        assert waits("last"), "for c, which made none of its steps yet"
+    policies["c"].latest = 2
+    assert not waits("last")
+
+
+def test_each_policy_has_its_own_bound_of_staleness() -> None:
+    one = desk(9, strict={"groups": 1, "max_staleness": 0}, loose={"groups": 1, "max_staleness": 3})
+    policies = one.machine.state.policies
+    policies["strict"].latest = policies["loose"].latest = 5
+    leases = one.lease(2)
+    assert leases[0].min_versions == {"strict": 5, "loose": 2}
+    one.commit(leases, [0.0, 1.0], version=2)
+    assert policies["strict"].dropped == {"stale": 1} and policies["loose"].num_waiting == 1
+    policies["loose"].latest = 6
+    assert one.take(6, policy="loose") is None and policies["loose"].dropped == {"stale": 1}
+
+
 def test_a_late_policy_does_not_hold_evaluation_rounds_back() -> None:
     changes = {"evaluation": {"source": "held", "every": 2, "num_tasks": 1}, "run__steps": 4}
     policies = {"actor": policy_section(1), "late": policy_section(1, frozen_steps=2)}

@@ -128,8 +128,16 @@ def test_a_policy_that_nobody_calls_is_said() -> None:
     costs = profile(
         config, {"episode": {"calls": [{"policy": "a", "tokens": 5}, {"policy": "b", "tokens": 5, "chance": 1e-9}]}}
     )
-    with pytest.raises(Problem, match=r"policies\.b: groups dropped in a row=21 must be at most .*20 \(no_calls\)"):
+    with pytest.raises(Problem, match=r"policies\.b: groups dropped in a row=21 must be at most .*20 \(not_called\)"):
         simulate(config, costs)
+
+
+def test_a_group_in_which_a_policy_was_called_once_is_not_its_own_and_is_no_failure_while_others_train() -> None:
+    config = config_of(policies=["a", "b"], steps=2, batch={"max_dropped_groups": 2})
+    calls = [{"policy": "a", "tokens": 5}, {"policy": "b", "tokens": 5, "chance": 0.5}]
+    groups = {"a": {"groups": 40}, "b": {"groups": 1}}  # in a quarter of them both episodes call b
+    b = simulate(config, profile(config, {"episode": {"calls": calls}, "policies": groups}), Plan(seed=1)).policies["b"]
+    assert b.trained == 2 and b.dropped["not_called"] > 2
 
 
 def test_a_seed_says_it_all() -> None:
