@@ -43,7 +43,13 @@ class Function:
         if len(self._weights) != len(names):
             raise Problem("workflow.reward.weights", list(weights), f"must be {len(names)} numbers", "one per function")
         where = "workflow.reward.function"
-        self._functions = {name.rpartition(":")[2]: resolve("rewards", name, where) for name in names}
+        if len(set(names)) != len(names):
+            raise Problem(where, names, "names one function twice", "leave one out, or raise its weight")
+        short = [name.rpartition(":")[2] for name in names]
+        shown = [
+            last if short.count(last) == 1 else name.replace(":", ".") for name, last in zip(names, short, strict=True)
+        ]
+        self._functions = {key: resolve("rewards", name, where) for key, name in zip(shown, names, strict=True)}
         self._style, self._form, self._prompt, self._answer = style, form, prompt, answer
         self._options = dict(options or {})
         self._call = {"trl": self._as_trl, "verl": self._as_verl, "verifiers": self._as_verifiers}[style]
@@ -121,12 +127,21 @@ def _number(name: str, said: Any) -> tuple[float | None, dict[str, float]]:
     if isinstance(said, Mapping):  # verl
         if "score" not in said:
             raise ValueError(f"{name} returned a dict without `score`: {', '.join(map(str, said))}")
-        more = {k: float(v) for k, v in said.items() if k != "score" and isinstance(v, int | float)}
+        rest = {k: _plain(v) for k, v in said.items() if k != "score"}
+        more = {k: float(v) for k, v in rest.items() if isinstance(v, int | float) and math.isfinite(v)}
         return _number(name, said["score"])[0], more
+    said = _plain(said)
     if isinstance(said, list | tuple):  # TRL
         if len(said) != 1:
             raise ValueError(f"{name} returned {len(said)} rewards for one completion")
-        said = said[0]
+        said = _plain(said[0])
+    if isinstance(said, str | bytes):
+        raise TypeError(f"{name} returned the text {said!r:.60} for a reward")
     if said is None or math.isnan(float(said)):
         return None, {}
     return float(said), {}
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of NumPy and torch as those of Python."""
+    return value.tolist() if hasattr(value, "tolist") else value

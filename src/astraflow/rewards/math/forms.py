@@ -27,6 +27,8 @@ _LATEX_FRACTION = re.compile(
 )
 _FRACTION = re.compile(rf"([-+]?)\s*(?:({_INTEGER})\s+)?({_INTEGER})\s*/\s*(\d+)", re.ASCII)
 _DECIMAL = re.compile(rf"([-+]?)\s*((?:{_INTEGER})?(?:\.\d+)?)", re.ASCII)
+_WHOLE = re.compile(rf"[-+]?{_INTEGER}", re.ASCII)
+_EITHER = re.compile(r"\\(?:lor|land|vee|wedge)(?![a-z])")
 _UNIT = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+){0,3}|[a-zA-Z]{1,3}\s*(?:\^\s*\{?[23]\}?|/\s*[a-zA-Z]{1,4})")
 _SHORT_UNITS = {"m", "g", "s", "h", "L"}
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -123,9 +125,17 @@ def same(gold: str, answer: str) -> bool | None:
     letters = _CHOICE.fullmatch(gold), _CHOICE.fullmatch(answer)
     if letters[0] is not None and letters[1] is not None:
         return letters[0].group(1) == letters[1].group(1)
+    if _is_several(answer) and not _is_several(gold):
+        return False
     if gold.replace(" ", "").isalpha() and gold.casefold() == answer.casefold():
         return True
     return None
+
+
+def _is_several(text: str) -> bool:
+    """It says one thing or another, or that two numbers are one: of these, algebra takes the last."""
+    whole = {part.replace(",", "").lstrip("+0") for part in map(str.strip, text.split("=")) if _WHOLE.fullmatch(part)}
+    return len(whole) > 1 or _EITHER.search(text) is not None
 
 
 def _same_number(wanted: Number, got: Number) -> bool | None:
