@@ -61,10 +61,11 @@ async def test_verifiers_gets_what_it_names() -> None:
 
 
 RETURNED = [
-    (np.float32(0.5), 0.5), (np.array([0.5]), 0.5), (np.array(0.5), 0.5), ([np.float64(0.5)], 0.5), (np.bool_(True), 1.0),
-    ({"score": np.int64(1)}, 1.0), (float("nan"), None), ([np.nan], None), ({"score": None}, None),
-    ("1.0", TypeError), (b"1", TypeError), (["yes"], TypeError), ([], ValueError), ([0.5, 1.0], ValueError),
-    (np.array([0.5, 1.0]), ValueError), ([[0.5]], TypeError), ({"reward": 1.0}, ValueError), (10**400, OverflowError),
+    (np.float32(0.5), 0.5), (np.array([0.5]), 0.5), (np.array(0.5), 0.5), ([np.float64(0.5)], 0.5),
+    (np.bool_(True), 1.0), ({"score": np.int64(1)}, 1.0), (float("nan"), None), ([np.nan], None),
+    ({"score": None}, None), ("1.0", TypeError), (b"1", TypeError), (["yes"], TypeError), ([], ValueError),
+    ([0.5, 1.0], ValueError), (np.array([0.5, 1.0]), ValueError), ([[0.5]], TypeError),
+    ({"reward": 1.0}, ValueError), (10**400, OverflowError),
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import msgspec
 from astraflow.errors import EngineError
 
 _PIECE = 1 << 16
+MAX_BODY_BYTES = 1 << 26  # of an answer that is no stream
 _MAX_LINE = 1 << 24  # of one event
 _CONNECT_S = 10.0
 _SHOWN = 500  # characters of an answer that an error repeats
@@ -54,11 +55,22 @@ class Web:
         """The body of the answer. Raises: Lost: none came within `within_s`. Refused: its status is no success."""
         try:
             async with asyncio.timeout(within_s), self._open(method, path, body) as answer:
-                return b"".join([piece async for piece in answer])
+                return await self._whole(answer, path)
         except TimeoutError:
             raise Lost(
                 "server", f"{self.url}{path}", f"gave no answer within {within_s:g} s", "see its log"
             ) from None  # fmt: skip
+
+    async def _whole(self, answer: AsyncIterator[bytes], path: str) -> bytes:
+        pieces, size = [], 0
+        async for piece in answer:
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_BODY_BYTES:
+                raise Lost(
+                    "server", f"{self.url}{path}", f"sent an answer of more than {MAX_BODY_BYTES} bytes", "see its log"
+                )
+        return b"".join(pieces)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """The data of each server-sent event, "[DONE]" not among them. Raises: as `ask`, without a limit of time; Lost
@@ -92,8 +104,8 @@ class Web:
             await writer.drain()
             answer = _Answer(reader, f"{self.url}{path}")
             await answer.begin()
-            if answer.status >= 400:
-                text = b"".join([piece async for piece in answer.pieces()]).decode(errors="replace").strip()
+            if not 200 <= answer.status < 300:
+                text = (await self._whole(answer.pieces(), path)).decode(errors="replace").strip()
                 raise Refused(
                     "server", f"{self.url}{path}", f"answered {answer.status}: {text[:_SHOWN]}",
                     "see its log", answer.status, answer.retry_after,

@@ -16,6 +16,7 @@ from astraflow.errors import EpisodeError, Problem
 from astraflow.testing.environments.served import EnvironmentService, Served
 from astraflow.testing.environments.suite import check_environment
 from astraflow.types import Action, Step, Task
+from astraflow.wire.streams import web
 from world_samples import Counter
 
 TASK = Task("t", 0, 0, {"start": 0})
@@ -38,7 +39,7 @@ class Faulty:
         if fault == "hang":
             await asyncio.sleep(600)
         if fault:
-            text = '{"text": 7}' if fault == "garbage" else "no"
+            text = {"garbage": '{"text": 7}', "flood": " " * 2000}.get(fault, "no")
             return await Response(text, int(fault) if fault.isdigit() else 200)(scope, receive, send)
         await self.app(scope, receive, send)
 
@@ -83,12 +84,15 @@ async def test_a_request_is_tried_again_and_a_step_is_made_once(fault: str) -> N
         (["500"], {}, r"^env_error: http://.*/episodes/\w+ answered 500: no$"),
         (["503"] * 2, {"retries": 1}, r"^env_error: .* answered 503"),
         (["garbage"], {}, r"^env_error: .* is no Opening .*\$\.text"),
+        (["302"], {}, r"^env_error: .* answered 302: no"),
+        (["flood"], {"retries": 0}, r"^env_error: .* sent an answer of more than 1000 bytes"),
         (["hang"], {"try_s": 0.2, "retries": 0}, r"^env_error: .* gave no answer within 0\.2 s"),
     ],
 )
 async def test_what_stays_wrong_is_a_failure_of_the_environment(
-    faults: list[str], options: dict[str, Any], error: str
+    monkeypatch: pytest.MonkeyPatch, faults: list[str], options: dict[str, Any], error: str
 ) -> None:
+    monkeypatch.setattr(web, "MAX_BODY_BYTES", 1000)
     with served(*faults, **options) as (worlds, _):
         world = worlds.open()
         with pytest.raises(EpisodeError, match=error):
