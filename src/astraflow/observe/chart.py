@@ -32,7 +32,9 @@ def _chart(title: str, points: Sequence[tuple[int, float, float]], width: int, h
     steps = np.array([step for step, _, _ in points], np.float64)
     values = np.array([value for _, _, value in points], np.float64)
     columns = _columns(steps, values, width)
-    low, high = min(0.0, float(values.min())), max(float(values.max()), 1e-9)
+    low = min(0.0, float(values.min()))
+    high = max(0.0, float(values.max()))
+    high = high if high > low else low + 1.0  # all are 0
     eighths = np.rint((columns - low) / (high - low) * height * 8).astype(int)
     lines = [f"{title}: {values[0]:.3g} at step {int(steps[0])}, {values[-1]:.3g} at step {int(steps[-1])}"]
     for line in reversed(range(height)):

@@ -148,3 +148,8 @@ def test_bars_say_shares() -> None:
     lines = bars({"0": 3, "2": 1}, width=8).splitlines()
     assert lines[0].split() == ["0", "██████", "3", "75.0%"]
     assert lines[1].split() == ["2", "██", "1", "25.0%"]
+
+
+def test_the_axis_of_a_curve_at_zero_is_no_odd_number() -> None:
+    lines = terminal_curve([step(n, **{"reward/mean": 0.0}) for n in (1, 2)]).splitlines()
+    assert [line.split()[0] for line in lines[1:] if line[:8].strip()] == ["1", "0"]
