@@ -39,8 +39,14 @@ def masked_url(url: str) -> str:
     return _USER.sub(r"\1://***@", url, count=1) if has_credentials(url) else url
 
 
+def _has_half_characters(text: str) -> bool:
+    """As the words of a command line have where the locale has no UTF-8."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def unfit_to_save(raw: object, where: str = "") -> Iterator[str]:
-    """A sentence for each secret in a run file, which is not shown, and for each number that JSON does not have."""
+    """A sentence for each secret in a run file, which is not shown, and for each number or text that JSON does not
+    have."""
     items: Iterator[tuple[Any, Any]] = iter(())
     if isinstance(raw, Mapping):
         items = iter(raw.items())
@@ -59,6 +65,8 @@ def unfit_to_save(raw: object, where: str = "") -> Iterator[str]:
                 f"{path}={masked_url(value)} must not hold a user or password, as a run file is saved and sent as it "
                 "is; give them to the processes by the environment, as the library of that scheme reads them"
             )
+        elif isinstance(value, str) and _has_half_characters(value):
+            yield f"{path}={value!r} is not text in UTF-8; give the processes a UTF-8 locale, as LC_ALL=C.UTF-8"
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{path}={value} must be a finite number; give a large one, or leave it out for the default"
         elif isinstance(value, int) and abs(value) >= LARGEST:

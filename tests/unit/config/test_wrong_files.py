@@ -72,6 +72,10 @@ def test_an_empty_file_is_told_what_a_run_file_has(tmp_path):
         ("rollout.nodes=1000000000", "rollout.nodes=1000000000 must be 0 to 1000 nodes"),
         ("rollout.nodes=true", "rollout.nodes=True must be 0 to 1000 nodes"),
         ("workflow.group_size=9000000000", "workflow.group_size=9000000000 must be less than or equal to 65536"),
+        (
+            f"run.directory={chr(0xDCC3)}",
+            "run.directory='\\udcc3' is not text in UTF-8; give the processes a UTF-8 locale",
+        ),
         ("run=5", "run=5 must be a table; write [run]"),
         ("evaluation=5", "evaluation=5 must be a table; write [evaluation]"),
     ],
