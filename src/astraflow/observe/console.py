@@ -37,7 +37,8 @@ class RunDisplay:
     ) -> None:
         """`limits`: of the policies whose rows are watched; what they warn of is said."""
         self._run, self._steps = run, steps
-        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._console = console or Console(highlight=False)
+        self._console.soft_wrap = not self._console.is_terminal  # a narrow panel wraps; lines of a file are whole
         self._tail = JsonlTail(metrics_file) if metrics_file is not None else None
         self._started = self._spoke = time.monotonic()
         self._watch = Watch(limits or {})

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,19 @@ def test_a_terminal_gets_a_live_panel(tmp_path: Path) -> None:
         "node0 starts again",
     ):  # fmt: skip
         assert part in text
+
+
+def test_a_narrow_terminal_loses_nothing_of_the_panel(tmp_path: Path) -> None:
+    out = io.StringIO()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(STEP) + "\n")
+    console = Console(file=out, force_terminal=True, width=40, height=40, soft_wrap=True)
+    with RunDisplay("demo", 60, path, console) as display:
+        display.update(STATUS)
+    shown = " ".join(out.getvalue().split())
+    for part in ("step 3/60", "idle node 20%", "trainer 40%", "7 in flight", "zero_variance 1"):
+        assert part in shown
+    assert max(len(line) for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).splitlines()) <= 40
 
 
 @pytest.mark.parametrize("row", [{}, {"kind": "eval"}, {"kind": "step", "reward/mean": None, "policy": "a", "step": 1}])
