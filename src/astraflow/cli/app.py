@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,6 +18,15 @@ from astraflow.errors import AstraFlowError
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Commands that take `--section.key=value` after the recipe; `config.load` refuses what is no setting."""
+
+FIXES = {
+    errno.ENOSPC: "make room on the disk",
+    errno.EFBIG: "raise the limit of the size of files (ulimit -f)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EACCES: "let this user use it, or name another place",
+    errno.EROFS: "name a place that can be written",
+    errno.ENAMETOOLONG: "give a shorter name",
+}
 
 app = typer.Typer(
     name="astraflow",
@@ -86,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         place = "system" if error.filename is None else f"file={error.filename}"
-        typer.echo(f"error: {place} cannot be used ({error.strerror or error}); mend that, or see --debug", err=True)
+        fix = FIXES.get(error.errno or 0, "mend that, or see --debug")
+        typer.echo(f"error: {place} cannot be used ({error.strerror or error}); {fix}", err=True)
         return 1
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0

@@ -43,7 +43,7 @@ def test_what_is_no_file_is_no_recipe(recipe, capsys):
 
 
 def test_a_name_that_the_system_refuses_is_one_sentence(capsys):
-    assert "cannot be used (File name too long); mend that" in said(["validate", "x" * 300], capsys, 1)
+    assert "cannot be used (File name too long); give a shorter name" in said(["validate", "x" * 300], capsys, 1)
 
 
 def test_a_file_that_this_user_may_not_read_is_one_sentence(capsys, monkeypatch):
@@ -51,7 +51,9 @@ def test_a_file_that_this_user_may_not_read_is_one_sentence(capsys, monkeypatch)
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "stat", stat)
-    assert "file=locked/run.toml cannot be used (Permission denied)" in said(["run", "locked/run.toml"], capsys, 1)
+    assert "file=locked/run.toml cannot be used (Permission denied); let this user" in said(
+        ["run", "locked/run.toml"], capsys, 1
+    )
 
 
 def test_without_a_home_directory_the_place_of_models_must_be_named(monkeypatch, tmp_path):
