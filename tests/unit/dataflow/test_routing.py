@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from astraflow.contracts import Operator
 from astraflow.dataflow.machine.records import Put
@@ -239,6 +240,19 @@ def test_credit_per_call_reaches_the_tokens_of_each_call(serve: Callable[..., An
     _, table = client.batch("actor", "t", 0)
     assert list_lengths(table.column("advantages")).tolist() == [5, 4]
     assert table.column("advantages").to_pylist() == [[0, 0.25, 0.25, 0, 0.5], [0, -0.25, -0.5, -0.5]]
+
+
+def test_a_call_of_any_branch_has_its_credit(serve: Callable[..., Any]) -> None:
+    """Of two calls without rewards of their own the last one has the outcome, in whatever branch it is."""
+    credit = {"type": "per_call", "gamma": 0.0, "baseline": "group"}  # 1, 0 and 0 over all calls: the mean is 1/4
+    section = policy_section(1, operators=["keep_all"], algorithm={"advantage": credit})
+    client = serve(small_config(policies__actor=section)).start()
+    leases: list[EpisodeLease] = client.lease("n", 2).leases
+    other = [replace(calls(1.0, [-1, 1, 1]), branch=1), replace(calls(0.0, [-1, 1]), branch=1)]
+    episodes = [episode(lease, "n", trajectories=[calls(1.0 - k, [-1, 0]), other[k]]) for k, lease in enumerate(leases)]
+    assert set(client.commit(episodes).values()) == {"accepted"}
+    _, table = client.batch("actor", "t", 0)
+    assert table.column("advantages").to_pylist() == [[0, -0.25], [0, 0.75, 0.75], [0, -0.25], [0, -0.25]]
 
 
 def test_operators_read_tokens_from_the_segments_also_after_a_restart(serve: Callable[..., Any]) -> None:

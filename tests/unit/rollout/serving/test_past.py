@@ -98,10 +98,16 @@ def endpoint() -> PolicyEndpoint:
     return PolicyEndpoint(first, _Chat(), NoParser(), None, (), others)  # type: ignore[arg-type]
 
 
-def lease_of(group: str) -> EpisodeLease:
+def lease_of(group: str, sibling: int = 0) -> EpisodeLease:
     task = Task("train", 0, 0, {})
     return EpisodeLease(
-        episode_id=f"{group}/0", group_id=group, attempt=1, task=task, timeout_s=1.0, min_versions={}, sampling={}
+        episode_id=f"{group}/{sibling}",
+        group_id=group,
+        attempt=1,
+        task=task,
+        timeout_s=1.0,
+        min_versions={},
+        sampling={},
     )
 
 
@@ -111,5 +117,6 @@ def test_a_group_meets_one_opponent_and_all_opponents_are_met(endpoint: PolicyEn
     for version, engine in enumerate(endpoint.engines[1:]):
         engine.load_weights(version, {}).result(0)
     assert {endpoint.of(lease_of(group)).engine for group in groups} == set(endpoint.engines[1:])
-    assert all(endpoint.of(lease_of(group)).engine is endpoint.of(lease_of(group)).engine for group in groups)
+    for group in groups:
+        assert len({endpoint.of(lease_of(group, sibling)).engine for sibling in range(8)}) == 1
     assert endpoint.engine is endpoint.engines[0], "it is not changed itself"
