@@ -169,6 +169,8 @@ def waiting_line(status: Mapping[str, Any], elapsed_s: float) -> str:
     clients = [node["stats"]["swarm/clients"] for node in nodes if "swarm/clients" in node.get("stats", {})]
     if clients:
         tail += f" with {sum(clients):.0f} swarm clients"
+    if nodes and not any(node.get("capacity", 1) for node in nodes):
+        tail += ", none of which plays (workers = 0)"
     tail += f"; {failed} episodes failed so far" if failed else ""
     return f"[{_clock(elapsed_s)}] " + ("; ".join(waits) or "the run starts") + tail
 

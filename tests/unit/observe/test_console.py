@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from astraflow.observe import console as module
-from astraflow.observe.console import RunDisplay, progress_display
+from astraflow.observe.console import RunDisplay, progress_display, waiting_line
 from astraflow.observe.health.window import Limits
 from astraflow.testing.dataflow import small_config
 
@@ -70,6 +70,9 @@ def test_a_long_wait_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     first, swarm, second = out.getvalue().splitlines()
     assert first.endswith("actor waits for step 4: 2 groups are complete, 7 of 32 in flight; 1 nodes")
     assert swarm.endswith("; 2 nodes with 2 swarm clients")
+    idle = [{"capacity": 0}, {"capacity": 0}]
+    assert waiting_line({"nodes": idle}, 1.0).endswith("; 2 nodes, none of which plays (workers = 0)")
+    assert waiting_line({"nodes": [*idle, {"capacity": 8}]}, 1.0).endswith("; 3 nodes")
     assert "the run starts" in second
 
 
