@@ -179,9 +179,12 @@ class Supervisor:
     def _exited(self, name: str, child: _Child, code: int) -> Exited:
         child.log.close()
         del self._children[name]
+        words = tail(self.directory.log(name), child.log_start)
         if code != 0 and self._state.phase in ("starting", "running"):
-            self.progress.note(f"{name} ended with {cause(code)}")
-        return Exited(name, code, tail(self.directory.log(name), child.log_start))
+            last = words.rpartition("\n")[2]
+            why = f": {last.removeprefix('error: ')}" if last.startswith("error: ") else ""
+            self.progress.note(f"{name} ended with {cause(code)}{why}")
+        return Exited(name, code, words)
 
     def _start(self, start: Start) -> None:
         spec = self._specs[start.name]

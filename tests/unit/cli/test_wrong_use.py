@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,3 +101,18 @@ def test_a_terminal_without_unicode_shows_what_it_can(monkeypatch):
     sys.stdout.write("\u2588|\n")  # as the live panel does
     sys.stdout.flush()
     assert shown.getvalue().endswith(b"?|\n")
+
+
+def test_a_process_that_ends_says_why_where_its_user_looks(tmp_path, monkeypatch):
+    directory, said = RunDirectory(tmp_path), []
+    directory.logs.mkdir()
+    display = RunDisplay("run", 1)
+    monkeypatch.setattr(display, "note", said.append)
+    full = f"import sys; sys.stderr.write('begins{chr(92)}nerror: checkpoint=x cannot be written'); sys.exit(1)"
+
+    def popen(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", full], **options)
+
+    with pytest.raises(LaunchError, match="dataflow refused to start"):
+        Supervisor(open_run("quickstart", []), directory, 1, display, popen=popen).run()
+    assert said == ["dataflow ended with exit code 1: checkpoint=x cannot be written"]
