@@ -17,17 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from astraflow.config.env import child_environment, settle_torch
+from astraflow.config.env import settle_torch
 from benchmarks.context.episodes import Sizes
 from benchmarks.context.side import WAYS, Work
-from benchmarks.harness import Check, Result
-from benchmarks.sides import own_python
+from benchmarks.harness import Check, Result, run_side
 from benchmarks.training.models import smollm2, tiny
 
 MIN_LINEAR, MIN_FORKS, MAX_DIFFERENCE = 5.0, 2.0, 1e-3
@@ -105,16 +103,8 @@ def _sizes() -> dict[str, Any]:
 
 
 def _run(work: Work) -> Row:
-    words = [own_python(), "-m", "benchmarks.context.side", f"--work={json.dumps(asdict(work))}"]
-    environment = child_environment(None, {"OMP_NUM_THREADS": str(work.threads)})
-    top = Path(__file__).parents[1]
-    done = subprocess.run(
-        words, capture_output=True, text=True, env=environment, cwd=top, timeout=LIMIT_S, check=False
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{words} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
-    row: Row = json.loads(done.stdout.splitlines()[-1])
-    return row
+    words = f"--work={json.dumps(asdict(work))}"
+    return run_side("benchmarks.context.side", words, threads=work.threads, limit_s=LIMIT_S)[-1]
 
 
 if __name__ == "__main__":

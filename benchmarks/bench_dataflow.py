@@ -18,18 +18,15 @@ once over TCP and once on the same host (files). 512 ragged rows: 25 MB of ours,
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.dataflow_limits import limits, selection
 from benchmarks.dataflow_side import EQUAL_BYTES_TOKENS, MEAN_TOKENS, ROWS
-from benchmarks.harness import Check, Result
+from benchmarks.harness import Check, Result, run_side
 
 WAITING = (512, 8_192, 65_536, 1_048_576)
 WHOLE = f"{ROWS} rows, {EQUAL_BYTES_TOKENS} tokens"
@@ -39,25 +36,15 @@ Row = dict[str, Any]
 
 def side(way: str, folder: Path, repeat: int) -> list[Row]:
     """Our figures over one way, measured in a process of its own."""
-    env = {**os.environ, "ASTRAFLOW_SHARED_MEMORY": "1" if way == "host" else "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.dataflow_side", f"--folder={folder}", f"--repeat={repeat}"]
-    return run(command, env, f"{way} side")
+    env = {"ASTRAFLOW_SHARED_MEMORY": "1" if way == "host" else "0"}
+    return run_side("benchmarks.dataflow_side", f"--folder={folder}", f"--repeat={repeat}", env=env)
 
 
 def peer(python: Path, repeat: int) -> list[Row]:
     """The peer's figures, or a row that says why there are none."""
     if not python.exists():
         return [{"way": "TransferQueue", "case": "not measured", "op": "`make bench-peers-tq` makes its environment"}]
-    command = [str(python), "-m", "benchmarks.peers.transferqueue", f"--repeat={repeat}"]
-    return run(command, {**os.environ, "OMP_NUM_THREADS": "1"}, "TransferQueue")
-
-
-def run(command: list[str], env: dict[str, str], name: str) -> list[Row]:
-    """The JSON lines that a process printed."""
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[1])
-    if done.returncode:
-        raise SystemExit(f"{name} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return run_side("benchmarks.peers.transferqueue", f"--repeat={repeat}", python=str(python))
 
 
 def value(rows: list[Row], way: str, case: str, op: str, key: str = "median_ms") -> float | None:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks import bench_gateway
 from benchmarks.harness import Check, Result
-from benchmarks.sides import Settings, own_python, run_other, run_ours, speedup, write_problems
+from benchmarks.sides import Settings, run_other, run_ours, speedup, write_problems
 
 MAX_DATAFLOW_SHARE, MIN_OVER_PLAIN, MIN_OVER_TRL = 0.05, 1.0, 1.3
 
@@ -59,7 +60,7 @@ def _measure(settings: Settings, sides: list[str], peers: str, problems: Path, r
     row, start = run_ours(settings)
     _note(rows, row)
     counts = sorted({1, os.cpu_count() or 1})
-    for side, python in (("plain", own_python()), ("trl", peers)):
+    for side, python in (("plain", sys.executable), ("trl", peers)):
         if side in sides:
             for threads in counts:
                 _note(rows, run_other(side, python, settings, threads, start, problems))

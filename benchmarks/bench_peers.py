@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Check, Result
-from benchmarks.sides import Settings, own_python, run_other, speedup
+from benchmarks.sides import Settings, run_other, speedup
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
     for seed in map(int, args.seeds.split(",")):
         settings = Settings(seed, args.seconds, Path("."))
         for threads in sorted({1, os.cpu_count() or 1}):
-            for side, python in (("plain", own_python()), ("trl", str(args.peers))):
+            for side, python in (("plain", sys.executable), ("trl", str(args.peers))):
                 rows.append(run_other(side, python, settings, threads))
                 print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
     ratio = speedup(rows, "plain", "trl", args.seconds)

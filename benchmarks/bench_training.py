@@ -19,18 +19,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from astraflow.config.env import child_environment, settle_torch
-from benchmarks.harness import Check, Result
-from benchmarks.sides import own_python
+from astraflow.config.env import settle_torch
+from benchmarks.harness import Check, Result, run_side
 from benchmarks.training.models import smollm2, tiny
-from benchmarks.training.work import Work, command
+from benchmarks.training.work import Work
 
 MIN_OVER_TRL, MIN_OVER_PLAIN, MAX_MEMORY, MAX_GROWTH, MAX_DIFFERENCE = 5.0, 1.0, 1.2, 1.15, 1e-3
 VOCABULARIES, BATCHES, SIZE = (50_000, 200_000), (8, 32), 128
@@ -92,12 +91,12 @@ def updates(model: str, lengths: str, args: argparse.Namespace, place: Path) -> 
     def note(side: str, found: Row) -> None:
         rows.append(_note({"table": "updates", "model": model, "lengths": lengths, "side": side, **found}))
 
-    note("plain one_by_one", _run(own_python(), PLAIN, work, "one_by_one"))
-    note("plain sorted", _run(own_python(), PLAIN, work, "sorted"))
-    note("astraflow, small packs", {"pack": small, **_run(own_python(), OURS, work)})
-    note("astraflow, large packs", {"pack": large, **_run(own_python(), OURS, replace(work, budget=large))})
+    note("plain one_by_one", _run(sys.executable, PLAIN, work, "one_by_one"))
+    note("plain sorted", _run(sys.executable, PLAIN, work, "sorted"))
+    note("astraflow, small packs", {"pack": small, **_run(sys.executable, OURS, work)})
+    note("astraflow, large packs", {"pack": large, **_run(sys.executable, OURS, replace(work, budget=large))})
     if lengths == "uneven":
-        note("astraflow, gradient checkpointing", {"pack": small, **_run(own_python(), OURS, once, "recompute")})
+        note("astraflow, gradient checkpointing", {"pack": small, **_run(sys.executable, OURS, once, "recompute")})
         note("astraflow, two ranks", {"pack": small, **_run_ranks(once, place)})
     if args.peers.exists():
         note("trl", _run(str(args.peers), TRL, once))
@@ -119,7 +118,7 @@ def vocabulary(place: Path) -> list[Row]:
             forms = ("one_by_one", "sorted") if size == VOCABULARIES[0] else ("one_by_one",)
             sides = (*((f"plain {form}", PLAIN, (form,)) for form in forms), ("astraflow", OURS, ()))
             for side, module, more in sides:
-                found = _run(own_python(), module, work, *more)
+                found = _run(sys.executable, module, work, *more)
                 rows.append(_note({**about, "side": side, "logits_mb": logits, **found}))
     return rows
 
@@ -169,7 +168,12 @@ def _check_of_norms(name: str, rows: list[Row]) -> Check:
 
 
 def _run(python: str, module: str, work: Work, *more: str) -> Row:
-    return _last_line(_start(command(python, module, work, *more), work.threads), work.directory)
+    return _lines(python, module, work, *more)[-1]
+
+
+def _lines(python: str, module: str, work: Work, *more: str) -> list[Row]:
+    words = ("--work", json.dumps(asdict(work)), *more)
+    return run_side(module, *words, python=python, threads=work.threads, limit_s=LIMIT_S)
 
 
 def _run_ranks(work: Work, place: Path) -> Row:
@@ -177,29 +181,10 @@ def _run_ranks(work: Work, place: Path) -> Row:
     half = replace(work, threads=max(1, work.threads // 2))
     meeting = place / "meeting"
     meeting.unlink(missing_ok=True)
-    commands = [command(own_python(), OURS, half, str(rank), "2", f"file://{meeting}") for rank in range(2)]
-    first, second = (_start(words, half.threads) for words in commands)
-    row = _last_line(first, work.directory)
-    second.communicate(timeout=LIMIT_S)
-    return row
-
-
-def _start(words: Sequence[str], threads: int) -> subprocess.Popen[str]:
-    environment = child_environment(None, {"OMP_NUM_THREADS": str(threads)})
-    return subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[1]
-    )
-
-
-def _last_line(process: subprocess.Popen[str], what: str) -> Row:
-    try:
-        said, errors = process.communicate(timeout=LIMIT_S)
-    finally:
-        process.kill()
-    if process.returncode:
-        raise SystemExit(f"{process.args} on {what} ended with exit code {process.returncode}:\n{errors[-3000:]}")
-    row: Row = json.loads(said.splitlines()[-1])
-    return row
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(_lines, sys.executable, OURS, half, str(r), "2", f"file://{meeting}") for r in range(2)]
+        first, _ = (rank.result() for rank in ranks)
+    return first[-1]
 
 
 def _note(row: Row) -> Row:

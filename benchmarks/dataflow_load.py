@@ -29,7 +29,6 @@ from astraflow.wire import messages as m
 
 PUT_BYTES_PER_TOKEN = 4 + 1 / 8 + 4 + 4 + 2
 GET_BYTES_PER_TOKEN = PUT_BYTES_PER_TOKEN + 4
-PEER_BYTES_PER_TOKEN = 24
 RUN_FILE = """
 [run]
 name = "bench"

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -18,6 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from astraflow.config.env import child_environment
+
+TOP = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("astraflow", "torch", "transformers", "numpy", "pyarrow", "trl")
 
@@ -69,6 +73,20 @@ class Result:
         console.print(table(self.question, self.rows))
         if self.checks:
             console.print(table("checks", [asdict(check) for check in self.checks]))
+
+
+def run_side(
+    module: str, *words: str, python: str = sys.executable, threads: int = 1, limit_s: float = 600.0,
+    env: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The JSON lines of a side, `python -m module` in a process of its own; the last is its result."""
+    environment = child_environment(None, {"OMP_NUM_THREADS": str(threads), **(env or {})})
+    done = subprocess.run(
+        [python, "-m", module, *words], capture_output=True, text=True, env=environment, cwd=TOP, timeout=limit_s,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{module} {' '.join(words)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
 def table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from astraflow.config.env import child_environment
 from astraflow.testing.runs import LaunchedRun, wait_until
 from benchmarks.cpu_share import CpuWatch
+from benchmarks.harness import run_side
 
 TARGET, WINDOW = 0.5, 3  # time to this mean reward of this many consecutive steps
 POLL_S = 0.05
@@ -136,26 +134,14 @@ def run_other(
 ) -> dict[str, Any]:
     """`plain` or `trl` in the interpreter `python`; `start`: weights to begin from instead of its own warm start."""
     module = {"plain": "benchmarks.plain_loop", "trl": "benchmarks.peers.trl_grpo"}[side]
-    command = [
-        python, "-m", module, f"--seed={settings.seed}", f"--seconds={settings.seconds}", f"--threads={threads}",
-        f"--until={TARGET}",
+    words = [
+        f"--seed={settings.seed}", f"--seconds={settings.seconds}", f"--threads={threads}", f"--until={TARGET}",
+        *([f"--start={start}"] if start is not None else []),
+        *([f"--problems={problems}"] if problems is not None else []),
     ]  # fmt: skip
-    command += [f"--start={start}"] if start is not None else []
-    command += [f"--problems={problems}"] if problems is not None else []
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=settings.seconds + 300.0,
-        cwd=Path(__file__).parents[1], env=child_environment(None, {"OMP_NUM_THREADS": str(threads)}),
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{side} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
-    last = json.loads(done.stdout.splitlines()[-1])
+    last = run_side(module, *words, python=python, threads=threads, limit_s=settings.seconds + 300.0)[-1]
     kept = ("steps", "t_half", "steps_per_s", "episodes_per_s", "tokens_per_s", "first", "last", "rss_mb")
     return {"side": side, "seed": settings.seed, "threads": threads, **{key: last[key] for key in kept}}
-
-
-def own_python() -> str:
-    """The interpreter of this environment."""
-    return sys.executable
 
 
 def best_times(rows: Sequence[dict[str, Any]], side: str) -> dict[int, float]:

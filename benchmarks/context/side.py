@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -22,6 +21,7 @@ from astraflow.models.load import load_model
 from astraflow.models.scoring.packing import pack_rows
 from astraflow.training.step import Stepper, StepSettings
 from benchmarks.context.episodes import Sizes, episodes, one_per_branch, one_per_call
+from benchmarks.training.work import status_mb
 
 WAYS = ("one sequence per call", "one sequence per branch", "prefix tree")
 
@@ -62,16 +62,9 @@ def run(work: Work) -> dict[str, object]:
         "trained_tokens": sum(pack.num_targets for pack in packs),
         "computed_tokens": sum(pack.num_computed for pack in packs),
         "seconds": round(statistics.median(times[1:] or times), 4),
-        "peak_mb": _peak_mb(), "grad_norm": round(norms[0], 6),
+        "peak_mb": int(status_mb("VmHWM")), "grad_norm": round(norms[0], 6),
         "times": {str(i): round(t, 4) for i, t in enumerate(times)},
     }  # fmt: skip
-
-
-def _peak_mb() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) >> 10
-    raise OSError("/proc/self/status has no VmHWM")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -134,14 +134,14 @@ def measure(work: Work, build: Build, load: Callable[[str], PreTrainedModel]) ->
     # Files that are mapped become resident.
     assert math.isfinite(sum(float(parameter.detach().sum()) for parameter in model.parameters()))
     _give_back_free_memory()
-    before = _status_mb("VmRSS")
+    before = status_mb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     norms, times = [], []
     for _ in range(work.warm_ups + work.repeats):
         begin = time.perf_counter()
         norms.append(step())
         times.append(time.perf_counter() - begin)
-    peak = _status_mb("VmHWM")
+    peak = status_mb("VmHWM")
     seconds = statistics.median(times[work.warm_ups :])
     return {
         "tokens": batch.num_tokens, "seconds": round(seconds, 3), "tokens_per_s": round(batch.num_tokens / seconds, 1),
@@ -169,12 +169,8 @@ def tell(result: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(result) + "\n")
 
 
-def command(python: str, module: str, work: Work, *more: str) -> list[str]:
-    """Starts a side."""
-    return [python, "-m", module, f"--work={json.dumps(asdict(work))}", *more]
-
-
-def _status_mb(name: str) -> float:
+def status_mb(name: str) -> float:
+    """A figure of this process by its name in /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) / 1024
