@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,19 +23,18 @@ import numpy as np
 
 from astraflow.config.env import checked_token, secret_from_env, user_path
 from astraflow.contracts import TokenSink
+from astraflow.engines.looped.engine import LoopEngine
 from astraflow.engines.remote.answers import Answers, Kept
 from astraflow.engines.remote.budget import Budget, Limits, Spent
 from astraflow.engines.remote.service import BadKey, Patience, Service
 from astraflow.engines.remote.verdicts import Verdict, Verdicts
 from astraflow.engines.requests import GREEDY_BELOW, check_sampling, checked_prompt, require
-from astraflow.engines.served.loop import LoopThread
-from astraflow.errors import AstraFlowError, EngineError, ModelError
+from astraflow.errors import EngineError, ModelError
 from astraflow.models.remote.transcript import EOS, VOCAB_SIZE, Asked, Transcript, read, spoken
 from astraflow.types import Adapter, EffectiveWeights, FinishReason, Generation, Sampling
 
 log = logging.getLogger(__name__)
 _VERSION = 0  # the only one
-_END_S = 10.0
 
 
 @dataclass(eq=False)
@@ -53,8 +51,12 @@ class _Request:
         """A gateway names requests `<episode>/<attempt>/<policy>/<call>`."""
         return self.request_id.rsplit("/", 2)[0]
 
+    def generation(self, reason: FinishReason) -> Generation:
+        """It comes whole or not at all."""
+        return _generation([], reason)
 
-class RemoteEngine:
+
+class RemoteEngine(LoopEngine[_Request]):
     """Any service that speaks OpenAI's chat completions.
 
     Args: model_dir: the model's name at the service; url: its base, up to and with /v1; key_env: the variable with its
@@ -104,7 +106,7 @@ class RemoteEngine:
             require(f"engine.{name}", number, least <= number < math.inf, f"must be >= {least}", "correct it")
         url, self._model = url.rstrip("/"), str(model_dir)
         self._extra, self._omit, self._tokens_field = extra or {}, frozenset(omit or ()), tokens_field
-        self._max_context, self._chat = max_context, Transcript()
+        self._chat = Transcript()
         key = _key(key_env, key_file)
         self._budget = Budget(Limits(
             node_requests=node_requests, node_tokens=node_tokens, episode_requests=episode_requests,
@@ -116,37 +118,15 @@ class RemoteEngine:
         )
         self._service = Service(url, key, patience)
         self._answers = Answers(url, self._service, self._budget, self._verdicts, cache)
-        self._requests: dict[str, _Request] = {}
-        self._error: EngineError | None = None
-        self._num_requests, self._busy_s = 0, 0.0
-        self._busy_since = 0.0
-        self.ended: Future[EngineError] = Future()
-        self.ended.set_running_or_notify_cancel()
-        self._loop = LoopThread("astraflow-remote")
+        super().__init__("astraflow-remote", max_context)
 
-    def submit(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int] | np.ndarray,
-        sampling: Sampling,
-        on_tokens: TokenSink | None = None,
-    ) -> Future[Generation]:
-        """Ask for one reply. It comes whole."""
-        future: Future[Generation] = Future()
-        future.set_running_or_notify_cancel()
-        try:
-            ids = checked_prompt(prompt_ids, self._max_context, VOCAB_SIZE)
-            check_sampling(sampling)
-        except EngineError as error:
-            future.set_exception(error)
-            return future
-        if not self._loop.call(self._admit, _Request(request_id, ids, sampling, future, on_tokens)):
-            future.set_exception(self._why_ended())
-        return future
-
-    def cancel(self, request_id: str) -> None:
-        """Nobody waits for it any more; nothing of it has come."""
-        self._loop.call(self._cancel, request_id)
+    def _checked(
+        self, request_id: str, prompt_ids: Sequence[int] | np.ndarray, sampling: Sampling, future: Future[Generation],
+        on_tokens: TokenSink | None,
+    ) -> _Request:  # fmt: skip
+        ids = checked_prompt(prompt_ids, self._max_context, VOCAB_SIZE)
+        check_sampling(sampling)
+        return _Request(request_id, ids, sampling, future, on_tokens)
 
     def load_weights(self, version: int, tensors: Mapping[str, Any], adapter: Adapter | None = None) -> Future[int]:
         """Fails: they lie elsewhere."""
@@ -170,79 +150,31 @@ class RemoteEngine:
         """Always the same: the service decides what it serves."""
         return _VERSION
 
-    @property
-    def max_context(self) -> int:
-        """In characters."""
-        return self._max_context
-
     def stats(self) -> dict[str, float]:
         """Of the contract, with 0 tokens, as nothing is sampled here; remote_tokens: as the service counts them;
         remote_known: verdicts that were known; remote_retries."""
-        running = len(self._requests)
-        busy_s = self._busy_s + (time.monotonic() - self._busy_since if running else 0.0)
         return {
-            "busy_s": busy_s, "sampled_tokens": 0.0, "prefill_tokens": 0.0, "requests": float(self._num_requests),
-            "swaps": 0.0, "running": float(running), "waiting": 0.0, "remote_tokens": float(self._budget.tokens),
+            **self._counts, "busy_s": self._busy_s(), "swaps": 0.0, "running": float(len(self._requests)),
+            "waiting": 0.0, "remote_tokens": float(self._budget.tokens),
             "remote_known": float(self._answers.num_known), "remote_retries": float(self._service.num_retries),
         }  # fmt: skip
 
-    def close(self) -> None:
-        """Closing twice is a no-op."""
-        self._loop.stop(self._end)
-
-    # on the loop
-
-    def _admit(self, request: _Request) -> None:
-        error = self._error
-        if error is None and request.request_id in self._requests:
-            error = EngineError("request_id", request.request_id, "is in use", "give every request its own id")
-        if error is not None:
-            request.future.set_exception(error)
-            return
-        if not self._requests:
-            self._busy_since = time.monotonic()
-        self._requests[request.request_id] = request
-        self._num_requests += 1
-        request.task = asyncio.create_task(self._play(request))
-
-    def _cancel(self, request_id: str) -> None:
-        request = self._requests.get(request_id)
-        if request is not None and request.task is not None:
-            request.task.cancel()
-            self._finish(request, _generation([], "cancelled"))
-
-    def _finish(self, request: _Request, how: Generation | AstraFlowError) -> None:
-        if self._requests.pop(request.request_id, None) is None:
-            return
-        if not self._requests:
-            self._busy_s += time.monotonic() - self._busy_since
-        if isinstance(how, AstraFlowError):
-            request.future.set_exception(how)
-        else:
-            request.future.set_result(how)
-
-    async def _play(self, request: _Request) -> None:
-        """One request to its end."""
+    async def _answer(self, request: _Request) -> Generation:
         try:
             asked = read(self._chat.decode(request.prompt_ids, False))
             verdict = await self._answers.of(request.episode, self._body(asked, request.sampling))
         except ModelError as error:
-            self._finish(request, EngineError(error.thing, error.value, error.rule, error.fix))
+            raise EngineError(error.thing, error.value, error.rule, error.fix) from error
         except EngineError as error:
             bad_key = isinstance(error, BadKey) and not self._answers.answered
             if bad_key or (isinstance(error, Spent) and error.whole):
                 self._fail(error)  # it would be so for every request
-            else:
-                self._finish(request, error)
-        except Exception as error:  # whatever it is, somebody waits for the future
-            log.exception("a request ends")
-            self._finish(request, EngineError("request", type(error).__name__, f"ended ({error})", "see the log"))
-        else:
-            generation = self._said(verdict, request.sampling)
-            ids = generation.token_ids.tolist()
-            if request.on_tokens is not None and ids and request.request_id in self._requests:
-                request.on_tokens(ids, [0.0] * len(ids), [_VERSION] * len(ids))
-            self._finish(request, generation)
+            raise
+        generation = self._said(verdict, request.sampling)
+        ids = generation.token_ids.tolist()
+        if request.on_tokens is not None and ids and request.request_id in self._requests:
+            request.on_tokens(ids, [0.0] * len(ids), [_VERSION] * len(ids))
+        return generation
 
     def _body(self, asked: Asked, sampling: Sampling) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -263,27 +195,7 @@ class RemoteEngine:
                 return _generation(ids[: place + 1], "stop")
         return _generation(ids, "length") if verdict.finish == "length" else _generation([*ids, EOS], "stop")
 
-    def _why_ended(self) -> EngineError:
-        return self._error or EngineError("engine", "ended", "serves no more requests", "start a new one")
-
-    def _fail(self, error: EngineError) -> None:
-        """Everything pending fails, once `ended` says so. Only the first call counts."""
-        if self._error is not None:
-            return
-        self._error = error
-        self.ended.set_result(error)
-        for request in list(self._requests.values()):
-            if request.task is not None:
-                request.task.cancel()
-            self._finish(request, error)
-
-    async def _end(self) -> None:
-        self._fail(EngineError("engine", "closed", "serves no more requests", "start a new one"))
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_END_S)
+    async def _close(self) -> None:
         self._verdicts.close()
 
 

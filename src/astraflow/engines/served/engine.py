@@ -23,24 +23,23 @@ from typing import Any, TypeVar
 import numpy as np
 
 from astraflow.contracts import TokenSink
+from astraflow.engines.looped.engine import LoopEngine
 from astraflow.engines.requests import check_sampling, checked_prompt
 from astraflow.engines.served.keeper import Keeper, Limits
-from astraflow.engines.served.loop import LoopThread
 from astraflow.engines.served.process import Host
 from astraflow.engines.served.request import Request
 from astraflow.engines.served.server import Ask, Model
 from astraflow.engines.served.shadow import Shadow
-from astraflow.errors import AstraFlowError, EngineError, ModelError
+from astraflow.errors import EngineError, ModelError
 from astraflow.types import Adapter, EffectiveWeights, FinishReason, Generation, Sampling
 from astraflow.wire.streams.web import Lost
 
 R = TypeVar("R")
 log = logging.getLogger(__name__)
-_END_S = 10.0  # for tasks that were cancelled
 _LOSSES = 5  # of a request, until it fails with the server that is lost
 
 
-class ServedEngine:
+class ServedEngine(LoopEngine[Request]):
     """Passes the conformance suite of the Engine contract with every `Server`."""
 
     def __init__(
@@ -50,47 +49,24 @@ class ServedEngine:
         """Blocks until the server answers. `delay_s`: before each request; `check`: raises EngineError for sampling
         that the server cannot do. Raises: AstraFlowError: there is no server; nothing is left of it."""
         self._shadow, self._model, self._delay_s, self._check = shadow, model, delay_s, check
-        self._max_context = model.max_context
-        self._requests: dict[str, Request] = {}
         self._errands: set[Future[Any]] = set()
-        self._error: EngineError | None = None
-        self._counts = dict.fromkeys(("busy_s", "sampled_tokens", "prefill_tokens", "requests"), 0.0)
-        self._busy_since = 0.0
-        self.ended: Future[EngineError] = Future()
-        self.ended.set_running_or_notify_cancel()
+        super().__init__("astraflow-served", model.max_context)
         self._keeper = Keeper(host, shadow.path, limits, self._requests, self._fail)
-        self._loop = LoopThread("astraflow-served")
         try:
             self._loop.wait_for(self._begin)
         except BaseException:
             self.close()
             raise
 
-    def submit(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int] | np.ndarray,
-        sampling: Sampling,
-        on_tokens: TokenSink | None = None,
-    ) -> Future[Generation]:
-        """Queue one generation. It outlives a server that is started again."""
-        future: Future[Generation] = Future()
-        future.set_running_or_notify_cancel()
-        try:
-            ids = checked_prompt(prompt_ids, self._max_context, self._model.vocab_size)
-            self._check(sampling)
-        except EngineError as error:
-            future.set_exception(error)
-            return future
-        room = min(sampling.max_tokens, self._max_context - ids.size)
-        request = Request(request_id, ids, sampling, room, future, on_tokens)
-        if not self._loop.call(self._admit, request):
-            future.set_exception(self._why_ended())
-        return future
-
-    def cancel(self, request_id: str) -> None:
-        """End a request with what it has."""
-        self._loop.call(self._cancel, request_id)
+    def _checked(
+        self, request_id: str, prompt_ids: Sequence[int] | np.ndarray, sampling: Sampling, future: Future[Generation],
+        on_tokens: TokenSink | None,
+    ) -> Request:  # fmt: skip
+        ids = checked_prompt(prompt_ids, self._max_context, self._model.vocab_size)
+        self._check(sampling)
+        return Request(
+            request_id, ids, sampling, min(sampling.max_tokens, self._max_context - ids.size), future, on_tokens
+        )  # fmt: skip
 
     def load_weights(self, version: int, tensors: Mapping[str, Any], adapter: Adapter | None = None) -> Future[int]:
         """Running requests stop at a token and go on under `version`. Tensors that do not fit change nothing and fail
@@ -111,23 +87,13 @@ class ServedEngine:
         """The version in force."""
         return self._keeper.version
 
-    @property
-    def max_context(self) -> int:
-        """Longest prompt plus generation, in tokens."""
-        return self._max_context
-
     def stats(self) -> dict[str, float]:
         """Counters and gauges of the contract; restarts; swap_s: seconds in which nothing was sampled because of new
         weights; what the server says of itself: server_running, server_waiting, kv_usage."""
         requests = list(self._requests.values())
         waiting = sum(not request.server_id for request in requests)
-        busy_s = self._counts["busy_s"] + (time.monotonic() - self._busy_since if requests else 0.0)
-        counts = {**self._counts, **self._keeper.counts, **self._keeper.gauges, "busy_s": busy_s}
+        counts = {**self._counts, **self._keeper.counts, **self._keeper.gauges, "busy_s": self._busy_s()}
         return {**counts, "running": float(len(requests) - waiting), "waiting": float(waiting)}
-
-    def close(self) -> None:
-        """Stop, the server too if it is ours. Closing twice is a no-op."""
-        self._loop.stop(self._end)
 
     # on the loop
 
@@ -146,63 +112,32 @@ class ServedEngine:
             self._fail(EngineError("engine", type(error).__name__, f"ended its watch ({error})", "see its log"))
 
     def _admit(self, request: Request) -> None:
-        error = self._error
-        if error is None and request.request_id in self._requests:
-            error = EngineError("request_id", request.request_id, "is in use", "give every request its own id")
-        if error is not None:
-            request.future.set_exception(error)
-            return
         if not self._requests:
-            self._busy_since = self._keeper.last_token = time.monotonic()
-        self._requests[request.request_id] = request
-        self._counts["requests"] += 1
-        self._counts["prefill_tokens"] += request.prompt_ids.size
-        request.task = asyncio.create_task(self._play(request))
+            self._keeper.last_token = time.monotonic()
+        super()._admit(request)
 
-    def _cancel(self, request_id: str) -> None:
-        request = self._requests.get(request_id)
-        if request is not None and request.task is not None:
-            request.task.cancel()
-            self._finish(request, "cancelled")
-
-    def _finish(self, request: Request, how: FinishReason | AstraFlowError) -> None:
-        if self._requests.pop(request.request_id, None) is None:
-            return
-        if not self._requests:
-            self._counts["busy_s"] += time.monotonic() - self._busy_since
-        if isinstance(how, AstraFlowError):
-            request.future.set_exception(how)
-        else:
-            request.future.set_result(request.generation(how))
-
-    async def _play(self, request: Request) -> None:
-        """One request to its end."""
+    async def _answer(self, request: Request) -> Generation:
         keeper = self._keeper
-        reason: FinishReason | None = None
-        try:
-            if self._delay_s:
-                await asyncio.sleep(self._delay_s)
-            while reason is None:
-                await keeper.serving.wait()
-                life = keeper.life
-                try:
-                    reason = await self._stream(request)
-                except Lost as error:
-                    left = request.has_left
-                    request.leave()
-                    if left:
-                        continue  # the server was told to end it
-                    request.losses += 1
-                    await keeper.revive(life, str(error))
-                    if request.losses >= _LOSSES:
-                        raise
-        except EngineError as error:
-            self._finish(request, error)
-        except Exception as error:  # whatever it is, somebody waits for the future
-            log.exception("a request ends")
-            self._finish(request, EngineError("request", type(error).__name__, f"ended ({error})", "see the log"))
-        else:
-            self._finish(request, reason)
+        self._counts["prefill_tokens"] += request.prompt_ids.size
+        if self._delay_s:
+            await asyncio.sleep(self._delay_s)
+        while True:
+            await keeper.serving.wait()
+            life = keeper.life
+            try:
+                reason = await self._stream(request)
+            except Lost as error:
+                left = request.has_left
+                request.leave()
+                if left:
+                    continue  # the server was told to end it
+                request.losses += 1
+                await keeper.revive(life, str(error))
+                if request.losses >= _LOSSES:
+                    raise
+            else:
+                if reason is not None:
+                    return request.generation(reason)
 
     async def _stream(self, request: Request) -> FinishReason | None:
         """Its tokens as they come; None: the server was told to end it, and what is left has to be asked for."""
@@ -266,31 +201,15 @@ class ServedEngine:
 
         asyncio.create_task(act()).add_done_callback(finish)
 
-    def _why_ended(self) -> EngineError:
-        return self._error or EngineError("engine", "ended", "serves no more requests", "start a new one")
-
     def _fail(self, error: EngineError) -> None:
-        """Everything pending fails, once `ended` says so. Only the first call counts."""
-        if self._error is not None:
-            return
-        self._error = error
-        self._keeper.end()
-        self.ended.set_result(error)
-        for request in list(self._requests.values()):
-            if request.task is not None:
-                request.task.cancel()
-            self._finish(request, error)
+        if self._error is None:
+            self._keeper.end()
+        super()._fail(error)
         errands = list(self._errands)
         self._errands.clear()
         for errand in errands:
             errand.set_exception(error)
 
-    async def _end(self) -> None:
-        self._fail(EngineError("engine", "closed", "serves no more requests", "start a new one"))
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_END_S)
+    async def _close(self) -> None:
         await self._keeper.host.close()
         self._shadow.close()
