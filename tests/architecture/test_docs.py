@@ -53,7 +53,22 @@ def test_every_dependency_has_its_reason() -> None:
     assert not [name for name in extras if f"`{name}`" not in text]
 
 
+def test_every_page_and_every_room_has_its_place_in_the_overview() -> None:
+    index, readme = (ROOT / "docs" / "index.md").read_text(), (ROOT / "README.md").read_text()
+    assert not [p.name for p in (ROOT / "docs").glob("*.md") if p.name != "index.md" and f"]({p.name})" not in index]
+    rooms = [p.parent.name for p in (ROOT / "src" / "astraflow").glob("*/__init__.py")]
+    assert rooms and not [room for room in rooms if f"{room}/`" not in readme]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
-    assert not [t for t in targets if not t.startswith("http") and not (page.parent / t).exists()]
+    links = [t.partition("#") for t in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if not t.startswith("http")]
+    assert not [target for target, _, _ in links if not (page.parent / target).exists()]
+    headed = [(page.parent / target if target else page, anchor) for target, _, anchor in links if anchor]
+    assert not [(str(p), anchor) for p, anchor in headed if p.suffix == ".md" and anchor not in _anchors(p)]
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
