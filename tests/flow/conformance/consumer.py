@@ -6,34 +6,18 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-from astraflow.errors import Unreachable, WireError
+from participant import Participant
+
 from astraflow.wire import messages as m
-from astraflow.wire.client import HttpClient
 from astraflow.wire.codec import read_stream
 
 
-class Reader:
+class Reader(Participant):
     def __init__(self, url: str, name: str, place: Path, fault: str) -> None:
-        token = "wrong" if fault == "no_token" else os.environ["ASTRAFLOW_TOKEN"]
-        self.fault, self.http = fault, HttpClient(url, token, give_up_s=0.0)
+        super().__init__(url, fault)
         self.path, self.memory = f"/consumers/{name}", place / "position"
         self.policy = "other" if fault == "wrong_policy" else os.environ["ASTRAFLOW_POLICY"]
-
-    def patiently(self, call: Any, repeat: bool = True) -> Any:
-        while True:
-            try:
-                return call()
-            except WireError as error:
-                away = isinstance(error, Unreachable)
-                if (away and self.fault == "dies_when_away") or (error.status == 507 and self.fault == "dies_on_507"):
-                    raise
-                if not (away or error.status == 507):
-                    raise
-                if away and not repeat:
-                    return None
-                time.sleep(0.1)
 
     def read(self) -> m.ConsumerHeader:
         wait_s = 0.0 if self.fault == "busy" else 0.3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -11,40 +10,24 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from participant import Participant
 
-from astraflow.errors import Unreachable, WireError
+from astraflow.errors import WireError
 from astraflow.types import Episode, EpisodeLease, Trajectory
 from astraflow.wire import messages as m
-from astraflow.wire.client import HttpClient
 from astraflow.wire.codec import write_stream
 from astraflow.wire.episodes import encode_episodes
 
 CAPACITY = 4
 
 
-class Node:
+class Node(Participant):
     def __init__(self, url: str, fault: str) -> None:
-        token = "wrong" if fault == "no_token" else os.environ["ASTRAFLOW_TOKEN"]
-        self.fault, self.http = fault, HttpClient(url, token, give_up_s=0.0)
+        super().__init__(url, fault)
         self.id, self.stopping, self.over = f"n-{uuid.uuid4().hex[:8]}", False, False
         self.held: dict[tuple[str, int], tuple[float, EpisodeLease]] = {}
         self.cancelled: set[tuple[str, int]] = set()
         self.newest, self.beat_at, self.again = 0, 0.0, ""
-
-    def patiently(self, call: Any, repeat: bool = True) -> Any:
-        """Until there is an answer; a good citizen does not mind a service that is away or has no room."""
-        while True:
-            try:
-                return call()
-            except WireError as error:
-                away = isinstance(error, Unreachable)
-                if (away and self.fault == "dies_when_away") or (error.status == 507 and self.fault == "dies_on_507"):
-                    raise
-                if not (away or error.status == 507):
-                    raise
-                if away and not repeat:
-                    return None
-                time.sleep(0.1)
 
     def join(self) -> None:
         run = self.patiently(lambda: self.http.json("GET", "/run", None, m.RunReply))

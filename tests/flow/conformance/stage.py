@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 import uuid
-from typing import Any
 
 import pyarrow as pa
+from participant import Participant
 
-from astraflow.errors import Unreachable, WireError
 from astraflow.wire import messages as m
-from astraflow.wire.client import HttpClient
 from astraflow.wire.codec import read_stream, write_stream
 
 STAGE = "echo"
 
 
-class Worker:
+class Worker(Participant):
     def __init__(self, url: str, fault: str) -> None:
-        token = "wrong" if fault == "no_token" else os.environ["ASTRAFLOW_TOKEN"]
-        self.fault, self.http = fault, HttpClient(url, token, give_up_s=0.0)
+        super().__init__(url, fault)
         self.id, self.stopping = f"w-{uuid.uuid4().hex[:8]}", False
-
-    def patiently(self, call: Any, repeat: bool = True) -> Any:
-        while True:
-            try:
-                return call()
-            except WireError as error:
-                away = isinstance(error, Unreachable)
-                if (away and self.fault == "dies_when_away") or (error.status == 507 and self.fault == "dies_on_507"):
-                    raise
-                if not (away or error.status == 507):
-                    raise
-                if away and not repeat:
-                    return None
-                time.sleep(0.1)
 
     def lease(self) -> tuple[m.StageRows, pa.Table] | None:
         request_id = "always" if self.fault == "same_request_id" else uuid.uuid4().hex

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -11,7 +10,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from astraflow.errors import Unreachable, WireError
+from participant import Participant
+
+from astraflow.errors import WireError
 from astraflow.testing.faults.fake_trainer import publish
 from astraflow.types import BatchHeader
 from astraflow.wire import messages as m
@@ -21,11 +22,10 @@ from astraflow.wire.codec import read_stream
 POLICY = "actor"
 
 
-class Trainer:
+class Trainer(Participant):
     def __init__(self, url: str, place: Path, fault: str) -> None:
-        token = "wrong" if fault == "no_token" else os.environ["ASTRAFLOW_TOKEN"]
-        self.url, self.token, self.fault, self.place = url, token, fault, place
-        self.http = HttpClient(url, token, give_up_s=0.0)
+        super().__init__(url, fault)
+        self.url, self.place = url, place
         self.id = "always" if fault == "same_trainer_id" else uuid.uuid4().hex[:8]
         self.saved, self.weights = place / "checkpoint.json", place / "weights"
         self.version = json.loads(self.saved.read_text()) if self.saved.exists() else 0
@@ -33,20 +33,6 @@ class Trainer:
             self.version = 0
         if fault == "starts_at_1" and not self.saved.exists():
             self.version = 1
-
-    def patiently(self, call: Any, repeat: bool = True) -> Any:
-        while True:
-            try:
-                return call()
-            except WireError as error:
-                away = isinstance(error, Unreachable)
-                if (away and self.fault == "dies_when_away") or (error.status == 507 and self.fault == "dies_on_507"):
-                    raise
-                if not (away or error.status == 507):
-                    raise
-                if away and not repeat:
-                    return None
-                time.sleep(0.1)
 
     def post(self, path: str, body: Any, repeat: bool = True) -> Any:
         return self.patiently(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from astraflow.testing.conformance.acts.alike import ON, Acts, answers_lost, disk_full, goes_on, nodes, service_away
 from astraflow.testing.conformance.checks.consumer import ConsumerCheck
 from astraflow.testing.conformance.findings import Findings
 from astraflow.testing.conformance.rules import CONSUMER
 from astraflow.testing.conformance.stand import CONSUMER as NAME
 from astraflow.testing.conformance.stand import POLICY, ActOver, Candidate, Stand, run_file
-from astraflow.testing.services import PlayingNode, PublishingTrainer
-
-_ON = 100  # steps of a run that goes on until the act is over
+from astraflow.testing.services import PublishingTrainer
 
 
 def a_run_to_its_end(stand: Stand) -> None:
@@ -23,7 +20,7 @@ def a_run_to_its_end(stand: Stand) -> None:
     stand.start()
     stand.wait("read.wait", "read", partial(stand.seen, lambda x: x.name == "consume"))
     stand.let_pass(1.5)
-    _nodes(stand)
+    nodes(stand)
     stand.wait("ack.all", "acknowledge the groups of two steps", lambda: _position(stand) >= 4)
     stand.ends("over", "although it was told that the run is over")
     left = _end(stand) - _position(stand)
@@ -32,56 +29,42 @@ def a_run_to_its_end(stand: Stand) -> None:
 
 def lost_answers(stand: Stand) -> None:
     """Answers to a read and to an acknowledgement are lost."""
+    nodes(stand)
     rules = {"consume": "read.repeat", "consumer_ack": "ack.repeat"}
-    for name in rules:
-        stand.tap.disturb("lost", lambda x, name=name: x.name == name)  # type: ignore[misc]
-    _nodes(stand)
-    stand.start()
-    for name, rule in rules.items():
-        lost = partial(stand.seen, lambda x, name=name: x.name == name and x.fault == "lost")  # type: ignore[misc]
-        stand.wait(rule, f"send a request ({name})", lost)
-        at = lost()[0].at
-        again = partial(stand.seen, lambda x, name=name, at=at: x.name == name and x.at > at)  # type: ignore[misc]
-        stand.wait(rule, f"send a request again ({name}) whose answer was lost", again)
+    answers_lost(stand, rules)
+    for rule in rules.values():
         stand.findings.hold(rule, True, "")
-    _goes_on(stand, "ack.all", "after answers were lost")
+    goes_on(stand, "ack.all", "after answers were lost", _position, 4)
 
 
 def a_full_disk(stand: Stand) -> None:
     """Acknowledgements are answered 507 for a while."""
-    _nodes(stand)
-    stand.tap.disturb("full", lambda x: x.name == "consumer_ack", times=3)
-    stand.start()
-    full = partial(stand.seen, lambda x: x.fault == "full")
-    stand.wait("full", "send an acknowledgement again that was answered 507", lambda: len(full()) == 3)
-    _goes_on(stand, "full", "after 507")
+    nodes(stand)
+    disk_full(stand, "consumer_ack", "send an acknowledgement", _position, 4)
 
 
 def a_restart(stand: Stand) -> None:
     """The service is away for a second."""
-    _nodes(stand)
-    stand.start()
-    stand.wait("ack.all", "acknowledge", lambda: _position(stand) >= 1)
-    stand.restart_service()
-    _goes_on(stand, "restart", "after the service was away")
+    nodes(stand)
+    service_away(stand, "ack.all", "acknowledge", _position, 4)
 
 
 def killed(stand: Stand) -> None:
     """`kill -9`, and it is started again."""
-    _nodes(stand)
+    nodes(stand)
     stand.start()
     stand.wait("ack.all", "acknowledge", lambda: _position(stand) >= 1)
     stand.kill()
     stand.start()
-    _goes_on(stand, "ack.all", "after it was killed and started again")
+    goes_on(stand, "ack.all", "after it was killed and started again", _position, 4)
 
 
-ACTS: dict[str, tuple[Callable[[Stand], None], dict[str, Any]]] = {
+ACTS: Acts = {
     "run": (a_run_to_its_end, {"steps": 3}),
-    "lost": (lost_answers, {"steps": _ON}),
-    "full": (a_full_disk, {"steps": _ON}),
-    "restart": (a_restart, {"steps": _ON}),
-    "killed": (killed, {"steps": _ON}),
+    "lost": (lost_answers, {"steps": ON}),
+    "full": (a_full_disk, {"steps": ON}),
+    "restart": (a_restart, {"steps": ON}),
+    "killed": (killed, {"steps": ON}),
 }
 
 
@@ -96,16 +79,6 @@ def play(act: str, place: Path, candidate: Candidate) -> tuple[Findings, str]:
         exchanges, tail = list(stand.tap.exchanges), stand.tail()
     ConsumerCheck(findings, stand.starts).read(exchanges)
     return findings, tail
-
-
-def _goes_on(stand: Stand, rule: str, when: str) -> None:
-    before = _position(stand)
-    stand.wait(rule, f"go on {when}", lambda: _position(stand) >= before + 4)
-    stand.findings.hold(rule, True, "")
-
-
-def _nodes(stand: Stand) -> None:
-    stand.enter(PlayingNode(stand.service.url, stand.token))
 
 
 def _position(stand: Stand) -> int:

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from astraflow.dataflow.machine import commands as c
+from astraflow.testing.conformance.acts.alike import ON, Acts, disk_full, service_away, trained
 from astraflow.testing.conformance.checks.rollout import RolloutCheck
 from astraflow.testing.conformance.findings import Findings
 from astraflow.testing.conformance.rules import ROLLOUT
@@ -23,7 +23,6 @@ from astraflow.testing.conformance.stand import (
 from astraflow.testing.conformance.tap import Exchange
 from astraflow.testing.services import PublishingTrainer
 
-_ON = 100  # steps of a run that goes on until the act is over
 _PAUSE_S = 1.0  # of an episode that is to be cancelled
 
 
@@ -43,7 +42,7 @@ def a_run_to_its_end(stand: Stand) -> None:
     more = partial(stand.seen, lambda x: x.name == "commit" and x.at > after)
     stand.wait("commit.duplicate", "commit another episode after one was a duplicate", more)
     stand.findings.hold("commit.duplicate", True, "")
-    stand.wait("commit.all", "commit what three steps need", lambda: _trained(stand) >= 3)
+    stand.wait("commit.all", "commit what three steps need", lambda: trained(stand) >= 3)
     stand.findings.hold("commit.all", True, "")
     stand.ends("node.finished", "although it was told that the run is over")
     told = stand.seen(lambda x: bool(x.reply.get("finished")) and x.done)
@@ -63,28 +62,18 @@ def lost_answers(stand: Stand) -> None:
     keys = _keys(commit)
     again = partial(stand.seen, lambda x: x.name == "commit" and x.at > commit.at and _keys(x) >= keys)
     stand.wait("commit.repeat", f"send the commit of {sorted(keys)} again", again)
-    stand.wait("commit.all", "go on", lambda: _trained(stand) >= 2)
+    stand.wait("commit.all", "go on", lambda: trained(stand) >= 2)
     stand.findings.hold("commit.repeat", True, "")
 
 
 def a_full_disk(stand: Stand) -> None:
     """Commits are answered 507 for a while."""
-    stand.tap.disturb("full", named("commit"), times=3)
-    stand.start()
-    full = partial(stand.seen, lambda x: x.fault == "full")
-    stand.wait("full", "send a commit again that was answered 507", lambda: len(full()) == 3)
-    stand.wait("full", "go on after 507", lambda: _trained(stand) >= 2)
-    stand.findings.hold("full", True, "")
+    disk_full(stand, "commit", "send a commit", trained)
 
 
 def a_restart(stand: Stand) -> None:
     """The service is away for a second."""
-    stand.start()
-    stand.wait("commit.all", "commit what a step needs", lambda: _trained(stand) >= 1)
-    stand.restart_service()
-    before = _trained(stand)
-    stand.wait("restart", "go on after the service was away", lambda: _trained(stand) >= before + 2)
-    stand.findings.hold("restart", True, "")
+    service_away(stand, "commit.all", "commit what a step needs", trained)
 
 
 def a_lease_that_runs_out(stand: Stand) -> None:
@@ -96,7 +85,7 @@ def a_lease_that_runs_out(stand: Stand) -> None:
     told = partial(stand.seen, lambda x: x.name == "heartbeat" and x.done and bool(x.reply.get("cancelled")))
     stand.wait("node.heartbeat", "send a heartbeat", partial(stand.seen, named("heartbeat")))
     stand.wait("cancel", "name an episode that it plays in a heartbeat", told)
-    stand.wait("commit.all", "go on after a lease ran out", lambda: _trained(stand) >= 1)
+    stand.wait("commit.all", "go on after a lease ran out", lambda: trained(stand) >= 1)
 
 
 def a_node_that_was_forgotten(stand: Stand) -> None:
@@ -109,7 +98,7 @@ def a_node_that_was_forgotten(stand: Stand) -> None:
     stand.wait("node.heartbeat", "send a heartbeat", refused)
     after = refused()[0].answered
     stand.wait("node.rejoin", "join again", partial(stand.seen, lambda x: x.name == "join" and x.at > after))
-    stand.wait("node.rejoin", "go on after it joined again", lambda: _trained(stand) >= 1)
+    stand.wait("node.rejoin", "go on after it joined again", lambda: trained(stand) >= 1)
     stand.findings.hold("node.rejoin", True, "")
 
 
@@ -123,14 +112,14 @@ def told_to_end(stand: Stand) -> None:
     stand.findings.hold("node.drain", bool(left), "it ended without DELETE /nodes/{id}")
 
 
-ACTS: dict[str, tuple[Callable[[Stand], None], dict[str, Any]]] = {
+ACTS: Acts = {
     "run": (a_run_to_its_end, {"steps": 3}),
-    "lost": (lost_answers, {"steps": _ON}),
-    "full": (a_full_disk, {"steps": _ON}),
-    "restart": (a_restart, {"steps": _ON}),
-    "cancel": (a_lease_that_runs_out, {"steps": _ON, "sources__train__pause_s": _PAUSE_S}),
-    "forgotten": (a_node_that_was_forgotten, {"steps": _ON, "sources__train__pause_s": _PAUSE_S}),
-    "end": (told_to_end, {"steps": _ON, "sources__train__pause_s": _PAUSE_S}),
+    "lost": (lost_answers, {"steps": ON}),
+    "full": (a_full_disk, {"steps": ON}),
+    "restart": (a_restart, {"steps": ON}),
+    "cancel": (a_lease_that_runs_out, {"steps": ON, "sources__train__pause_s": _PAUSE_S}),
+    "forgotten": (a_node_that_was_forgotten, {"steps": ON, "sources__train__pause_s": _PAUSE_S}),
+    "end": (told_to_end, {"steps": ON, "sources__train__pause_s": _PAUSE_S}),
 }
 
 
@@ -148,10 +137,6 @@ def play(act: str, place: Path, candidate: Candidate) -> tuple[Findings, str]:
         tail = stand.tail()
     RolloutCheck(findings, run_id, DEAD_AFTER_S, stand.away).read(exchanges)
     return findings, tail
-
-
-def _trained(stand: Stand) -> int:
-    return max(0, stand.service.call(lambda: stand.service.shell.machine.state.policies["actor"].latest))
 
 
 def _leased(stand: Stand) -> list[tuple[str, int]]:

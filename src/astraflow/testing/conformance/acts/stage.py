@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from astraflow.dataflow.machine import commands as c
+from astraflow.testing.conformance.acts.alike import ON, Acts, disk_full, nodes, service_away, trained
 from astraflow.testing.conformance.checks.stage import StageCheck
 from astraflow.testing.conformance.findings import Findings
 from astraflow.testing.conformance.rules import STAGE
-from astraflow.testing.conformance.stand import HEARTBEAT_S, POLICY, ActOver, Candidate, Stand, run_file
+from astraflow.testing.conformance.stand import HEARTBEAT_S, ActOver, Candidate, Stand, run_file
 from astraflow.testing.conformance.stand import STAGE as NAME
-from astraflow.testing.services import PlayingNode, PublishingTrainer
-
-_ON = 100  # steps of a run that goes on until the act is over
+from astraflow.testing.services import PublishingTrainer
 
 
 def a_run_to_its_end(stand: Stand) -> None:
@@ -24,8 +21,8 @@ def a_run_to_its_end(stand: Stand) -> None:
     stand.start()
     stand.wait("columns.all", "ask for rows", partial(stand.seen, lambda x: x.name == "stage_lease"))
     stand.let_pass(1.5)
-    _nodes(stand)
-    stand.wait("columns.all", "add the columns that three steps need", lambda: _trained(stand) >= 3)
+    nodes(stand)
+    stand.wait("columns.all", "add the columns that three steps need", lambda: trained(stand) >= 3)
     stand.findings.hold("columns.all", True, "")
     stand.ends("worker.finished", "although it was told that the run is over")
     told = stand.seen(lambda x: bool(x.reply.get("finished")) and x.name == "stage_lease" and x.done)
@@ -37,7 +34,7 @@ def a_run_to_its_end(stand: Stand) -> None:
 
 def lost_answers(stand: Stand) -> None:
     """Answers to a lease and to columns are lost."""
-    _nodes(stand)
+    nodes(stand)
     stand.tap.disturb("lost", lambda x: x.name == "stage_lease" and x.body.get("n", 0) > 0)
     stand.tap.disturb("lost", lambda x: x.name == "stage_columns")
     stand.start()
@@ -46,34 +43,24 @@ def lost_answers(stand: Stand) -> None:
     at = lost()[0].at
     again = partial(stand.seen, lambda x: x.name == "stage_columns" and x.at > at)
     stand.wait("columns.repeat", "hand in columns again whose answer was lost", again)
-    stand.wait("columns.all", "go on", lambda: _trained(stand) >= 2)
+    stand.wait("columns.all", "go on", lambda: trained(stand) >= 2)
 
 
 def a_full_disk(stand: Stand) -> None:
     """Columns are answered 507 for a while."""
-    _nodes(stand)
-    stand.tap.disturb("full", lambda x: x.name == "stage_columns", times=3)
-    stand.start()
-    full = partial(stand.seen, lambda x: x.fault == "full")
-    stand.wait("full", "hand in columns again that were answered 507", lambda: len(full()) == 3)
-    stand.wait("full", "go on after 507", lambda: _trained(stand) >= 2)
-    stand.findings.hold("full", True, "")
+    nodes(stand)
+    disk_full(stand, "stage_columns", "hand in columns", trained)
 
 
 def a_restart(stand: Stand) -> None:
     """The service is away for a second."""
-    _nodes(stand)
-    stand.start()
-    stand.wait("columns.all", "add the columns that a step needs", lambda: _trained(stand) >= 1)
-    stand.restart_service()
-    before = _trained(stand)
-    stand.wait("restart", "go on after the service was away", lambda: _trained(stand) >= before + 2)
-    stand.findings.hold("restart", True, "")
+    nodes(stand)
+    service_away(stand, "columns.all", "add the columns that a step needs", trained)
 
 
 def a_lease_that_runs_out(stand: Stand) -> None:
     """The rows of a lease are offered to others before its columns come."""
-    _nodes(stand)
+    nodes(stand)
     stand.tap.disturb("late", lambda x: x.name == "stage_lease" and x.body.get("n", 0) > 0)
     stand.start()
     late = partial(stand.seen, lambda x: x.fault == "late" and x.status == 200)
@@ -81,27 +68,27 @@ def a_lease_that_runs_out(stand: Stand) -> None:
     leases = [(lease["entry_id"], int(lease["attempt"])) for lease in late()[0].reply.get("leases", ())]
     stand.service.submit(c.Expire(rows=[(NAME, *lease) for lease in leases]))
     stand.tap.release()
-    stand.wait("columns.all", "go on after columns were refused", lambda: _trained(stand) >= 2)
+    stand.wait("columns.all", "go on after columns were refused", lambda: trained(stand) >= 2)
 
 
 def told_to_end(stand: Stand) -> None:
     """SIGTERM."""
-    _nodes(stand)
+    nodes(stand)
     stand.start()
-    stand.wait("columns.all", "add columns", lambda: _trained(stand) >= 1)
+    stand.wait("columns.all", "add columns", lambda: trained(stand) >= 1)
     stand.tell_to_end()
     stand.ends("worker.leave", "after SIGTERM", code=None)
     left = stand.seen(lambda x: x.name == "stage_leave" and x.status == 200)
     stand.findings.hold("worker.leave", bool(left), "it ended without DELETE /stages/{s}/workers/{id}")
 
 
-ACTS: dict[str, tuple[Callable[[Stand], None], dict[str, Any]]] = {
+ACTS: Acts = {
     "run": (a_run_to_its_end, {"steps": 3}),
-    "lost": (lost_answers, {"steps": _ON}),
-    "full": (a_full_disk, {"steps": _ON}),
-    "restart": (a_restart, {"steps": _ON}),
-    "expired": (a_lease_that_runs_out, {"steps": _ON}),
-    "end": (told_to_end, {"steps": _ON}),
+    "lost": (lost_answers, {"steps": ON}),
+    "full": (a_full_disk, {"steps": ON}),
+    "restart": (a_restart, {"steps": ON}),
+    "expired": (a_lease_that_runs_out, {"steps": ON}),
+    "end": (told_to_end, {"steps": ON}),
 }
 
 
@@ -119,11 +106,3 @@ def play(act: str, place: Path, candidate: Candidate) -> tuple[Findings, str]:
     check.read(exchanges)
     check.refused(state.refused, state.last_problem)
     return findings, tail
-
-
-def _nodes(stand: Stand) -> None:
-    stand.enter(PlayingNode(stand.service.url, stand.token))
-
-
-def _trained(stand: Stand) -> int:
-    return max(0, stand.service.call(lambda: stand.service.shell.machine.state.policies[POLICY].latest))

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from astraflow.errors import WireError
+from astraflow.testing.conformance.acts.alike import ON, Acts, answers_lost, disk_full, nodes, service_away, trained
 from astraflow.testing.conformance.checks.trainer import INTRUDER, StoreLook, TrainerCheck
 from astraflow.testing.conformance.findings import Findings
 from astraflow.testing.conformance.rules import TRAINER
 from astraflow.testing.conformance.stand import DEAD_AFTER_S, POLICY, ActOver, Candidate, Stand, run_file
 from astraflow.testing.conformance.tap import Exchange
-from astraflow.testing.services import PlayingNode
 from astraflow.wire.messages import Resume
-
-_ON = 100  # steps of a run that goes on until the act is over
 
 
 def a_run_to_its_end(stand: Stand) -> None:
@@ -25,8 +21,8 @@ def a_run_to_its_end(stand: Stand) -> None:
     stand.start()
     stand.wait("resume.first", "resume", lambda: _resumes(stand))
     stand.let_pass(2.5)
-    _nodes(stand)
-    stand.wait("ack.batch", "acknowledge four steps", lambda: _acked(stand) >= 4)
+    nodes(stand)
+    stand.wait("ack.batch", "acknowledge four steps", lambda: trained(stand) >= 4)
     stand.ends("over", "although its last step is acknowledged")
     covered = stand.service.call(lambda: stand.service.shell.machine.state.policies[POLICY].covered)
     stand.findings.hold("checkpoint", covered >= 2, "it reported no checkpoint in four steps, nor at the end")
@@ -34,46 +30,27 @@ def a_run_to_its_end(stand: Stand) -> None:
 
 def lost_answers(stand: Stand) -> None:
     """Answers to a resume, a batch and an acknowledgement are lost."""
-    rules = {"resume": "resume.repeat", "batch": "batch.repeat", "ack": "ack.repeat"}
-    for name in rules:
-        stand.tap.disturb("lost", lambda x, name=name: x.name == name)  # type: ignore[misc]
-    _nodes(stand)
-    stand.start()
-    for name, rule in rules.items():
-        lost = partial(stand.seen, lambda x, name=name: x.name == name and x.fault == "lost")  # type: ignore[misc]
-        stand.wait(rule, f"send a request ({name})", lost)
-        (first,) = lost()
-        again = partial(stand.seen, lambda x, name=name, at=first.at: x.name == name and x.at > at)  # type: ignore[misc]
-        stand.wait(rule, f"send a request again ({name}) whose answer was lost", again)
-    stand.wait("ack.batch", "go on", lambda: _acked(stand) >= 2)
+    nodes(stand)
+    answers_lost(stand, {"resume": "resume.repeat", "batch": "batch.repeat", "ack": "ack.repeat"})
+    stand.wait("ack.batch", "go on", lambda: trained(stand) >= 2)
 
 
 def a_full_disk(stand: Stand) -> None:
     """Acknowledgements are answered 507 for a while."""
-    stand.tap.disturb("full", lambda x: x.name == "ack", times=3)
-    _nodes(stand)
-    stand.start()
-    full = partial(stand.seen, lambda x: x.fault == "full")
-    stand.wait("full", "send an acknowledgement again that was answered 507", lambda: len(full()) == 3)
-    stand.wait("full", "go on after 507", lambda: _acked(stand) >= 2)
-    stand.findings.hold("full", True, "")
+    nodes(stand)
+    disk_full(stand, "ack", "send an acknowledgement", trained)
 
 
 def a_restart(stand: Stand) -> None:
     """The service is away for a second."""
-    _nodes(stand)
-    stand.start()
-    stand.wait("ack.batch", "acknowledge a step", lambda: _acked(stand) >= 1)
-    stand.restart_service()
-    before = _acked(stand)
-    stand.wait("restart", "go on after the service was away", lambda: _acked(stand) >= before + 2)
-    stand.findings.hold("restart", True, "")
+    nodes(stand)
+    service_away(stand, "ack.batch", "acknowledge a step", trained)
 
 
 def a_long_wait(stand: Stand) -> None:
     """One answer takes longer than `dataflow.batch_lease_s`."""
     stand.tap.disturb("late", lambda x: x.name == "ack")
-    _nodes(stand)
+    nodes(stand)
     stand.start()
     late = partial(stand.seen, lambda x: x.fault == "late")
     stand.wait("ack.batch", "acknowledge a step", late)
@@ -82,30 +59,30 @@ def a_long_wait(stand: Stand) -> None:
     beats = stand.seen(lambda x: x.name == "trainer_heartbeat" and begin < x.at < begin + DEAD_AFTER_S)
     stand.tap.release()
     stand.findings.hold("heartbeat", bool(beats), f"it sent no heartbeat for {DEAD_AFTER_S:g} s while it was busy")
-    stand.wait("ack.batch", "go on after a late answer", lambda: _acked(stand) >= 2)
+    stand.wait("ack.batch", "go on after a late answer", lambda: trained(stand) >= 2)
 
 
 def killed(stand: Stand) -> None:
     """`kill -9` after step 3; then it is started again, to the end of the run."""
     stand.tap.disturb("late", lambda x: x.name == "batch" and x.body.get("version") == 3)
-    _nodes(stand)
+    nodes(stand)
     stand.start()
-    stand.wait("ack.batch", "acknowledge three steps", lambda: _acked(stand) >= 3)
+    stand.wait("ack.batch", "acknowledge three steps", lambda: trained(stand) >= 3)
     stand.wait("batch.version", "ask for the next batch", partial(stand.seen, lambda x: x.fault == "late"))
     stand.kill()
     stand.tap.release()
     before = len(_resumes(stand))
     stand.start()
     stand.wait("resume.version", "resume when it is started again", lambda: len(_resumes(stand)) > before)
-    stand.wait("replay", "go on from its checkpoint", lambda: _acked(stand) >= stand.config.run.steps)
+    stand.wait("replay", "go on from its checkpoint", lambda: trained(stand) >= stand.config.run.steps)
     stand.ends("over", "although its last step is acknowledged")
 
 
 def replaced(stand: Stand) -> None:
     """Another trainer of the policy takes over."""
-    _nodes(stand)
+    nodes(stand)
     stand.start()
-    stand.wait("ack.batch", "acknowledge a step", lambda: _acked(stand) >= 1)
+    stand.wait("ack.batch", "acknowledge a step", lambda: trained(stand) >= 1)
     urls = tuple(_resumes(stand)[-1].body["urls"])
     run_id = stand.client().run().run_id
     _take_over(stand, urls, run_id)
@@ -118,20 +95,20 @@ def _take_over(stand: Stand, urls: tuple[str, ...], run_id: str) -> None:
     """It goes on meanwhile, so the newest version may change between two looks."""
     for _ in range(20):
         with contextlib.suppress(WireError):
-            resume = Resume(trainer_id=INTRUDER, version=_acked(stand), urls=urls, run_id=run_id)
+            resume = Resume(trainer_id=INTRUDER, version=trained(stand), urls=urls, run_id=run_id)
             stand.client().resume(POLICY, resume)
             return
     raise ActOver
 
 
-ACTS: dict[str, tuple[Callable[[Stand], None], dict[str, Any]]] = {
+ACTS: Acts = {
     "run": (a_run_to_its_end, {"steps": 4}),
-    "lost": (lost_answers, {"steps": _ON}),
-    "full": (a_full_disk, {"steps": _ON}),
-    "restart": (a_restart, {"steps": _ON}),
-    "busy": (a_long_wait, {"steps": _ON}),
+    "lost": (lost_answers, {"steps": ON}),
+    "full": (a_full_disk, {"steps": ON}),
+    "restart": (a_restart, {"steps": ON}),
+    "busy": (a_long_wait, {"steps": ON}),
     "killed": (killed, {"steps": 6}),
-    "replaced": (replaced, {"steps": _ON}),
+    "replaced": (replaced, {"steps": ON}),
 }
 
 
@@ -150,13 +127,5 @@ def play(act: str, place: Path, candidate: Candidate) -> tuple[Findings, str]:
     return findings, tail
 
 
-def _nodes(stand: Stand) -> None:
-    stand.enter(PlayingNode(stand.service.url, stand.token))
-
-
 def _resumes(stand: Stand) -> list[Exchange]:
     return stand.seen(lambda x: x.name == "resume" and x.status == 200 and x.body.get("trainer_id") != INTRUDER)
-
-
-def _acked(stand: Stand) -> int:
-    return max(0, stand.service.call(lambda: stand.service.shell.machine.state.policies[POLICY].latest))
