@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -22,12 +22,9 @@ from astraflow.types import (
     Step,
     Stored,
     Task,
-    WeightVersion,
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pyarrow as pa
 
 
@@ -150,6 +147,7 @@ class Engine(Protocol):
     ) -> Future[Generation]:
         """Queue one generation. The future fails with EngineError; a cancelled request ends as "cancelled".
 
+        `prompt_ids`: [P] ids of the model's tokenizer, 1 <= P < `max_context`. `request_id`: of no other that runs.
         `on_tokens` gets the tokens as they are sampled, in any thread, in order and before the future's result, of
         which they are a prefix. It returns at once, does not raise, and asks nothing of the engine.
         """
@@ -248,16 +246,3 @@ class RewardFunction(Protocol):
     def __call__(self, completion: str, task: Task) -> float | Outcome | Awaitable[float | Outcome | None] | None:
         """An Outcome when "success" is something else than a reward of 1, as with shaped rewards. What takes longer
         than a millisecond is a coroutine function: other episodes go on meanwhile."""
-
-
-class WeightStore(Protocol):
-    """Immutable numbered versions of one policy's weights."""
-
-    def publish(self, version: int, tensors: Mapping[str, Any], files: Iterable[Path] = ()) -> None:
-        """Make `version` visible atomically. Publishing an existing version with equal content is a no-op."""
-
-    def latest(self) -> WeightVersion:
-        """The newest visible version (-1: none)."""
-
-    def fetch(self, version: int) -> dict[str, Any]:
-        """Verified tensors of `version`, name -> torch tensor. Raises WeightError."""

@@ -111,6 +111,7 @@ def paired_difference(first: Sequence[tuple[float, int]], second: Sequence[tuple
     a mean to the limit that counts, d ± √(a² - 2 r a b + b²). What is hard for both sides cancels out.
     Source: Newcombe 1998, Statistics in Medicine 17, 2635-2650 (pairs, without his continuity correction); Zou 2007
     for estimates that are not proportions of single trials.
+    Raises: ValueError: no tasks, or another number of them on each side.
     """
     if len(first) != len(second) or not first:
         raise ValueError(f"tasks={len(first)} and {len(second)} are no pairs")

@@ -88,7 +88,7 @@ class ChatTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; special tokens are left out unless asked for."""
+        """The text of [T] `ids`; special tokens are left out unless asked for."""
         listed: Sequence[int] = ids.tolist() if isinstance(ids, np.ndarray) else ids
         return self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens)
 

@@ -67,8 +67,8 @@ def successes_of(rows: Sequence[Row]) -> tuple[str, list[tuple[int, float, float
 
 
 def staleness_metrics(staleness: np.ndarray, most: int) -> dict[str, float]:
-    """Metrics of a batch: its trajectories by staleness, which is at most `most`. Few whatever `most` is: from 16 on
-    they count classes (16 to 31, 32 to 63, ...), named by their least."""
+    """Metrics of a batch: its trajectories by staleness ([trajectories] int, in versions), which is at most `most`. Few
+    whatever `most` is: from 16 on they count classes (16 to 31, 32 to 63, ...), named by their least."""
     counts = np.bincount(np.minimum(np.maximum(staleness, 0), most)).tolist()
     metrics = {f"{_STALENESS}{i}": float(sum(counts[i : i + 1])) for i in range(min(most + 1, _EXACT))}
     edge = _EXACT

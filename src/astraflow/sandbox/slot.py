@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from msgspec.structs import replace
+
 from astraflow.sandbox.box import Box, BoxError, Program
 from astraflow.sandbox.isolation import Way
 from astraflow.sandbox.records import Health, Job, OutcomeName, Settings, Verdict
@@ -30,7 +32,7 @@ class Slot:
         if starved:
             self._health.retries += 1
             verdict, _ = self._attempt(job)
-        return _with(verdict, time.monotonic() - began, self._way)
+        return replace(verdict, wall_s=time.monotonic() - began, isolation=self._way.isolation)
 
     def warm_up(self) -> None:
         """Start the next candidate's box. Raises: BoxError."""
@@ -153,10 +155,3 @@ def _was_starved(candidate: Box, wall_s: float) -> bool:
         return True
     ready = (spent.ran_ns + spent.waited_ns) / 1e9
     return ready >= _STARVED * wall_s and spent.waited_ns > spent.ran_ns
-
-
-def _with(verdict: Verdict, wall_s: float, way: Way) -> Verdict:
-    return Verdict(
-        outcome=verdict.outcome, num_passed=verdict.num_passed, num_tests=verdict.num_tests, why=verdict.why,
-        wall_s=wall_s, isolation=way.isolation,
-    )  # fmt: skip

@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, TypeVar
 
 import msgspec
-import pyarrow as pa
 import uvicorn
 from starlette.applications import Starlette
 from starlette.convertors import IntegerConvertor, register_url_convertor
@@ -204,11 +203,6 @@ class StreamReply(Response):
         for piece in self._pieces:
             await send({"type": "http.response.body", "body": piece.cast("B"), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-
-def stream_reply(request: Request, body: pa.Buffer | bytes | memoryview) -> Response:
-    """An Arrow stream in one buffer as a response."""
-    return StreamReply([memoryview(body)])
 
 
 def shares_files(request: Request) -> bool:

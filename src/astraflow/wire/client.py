@@ -83,10 +83,6 @@ class HttpClient:
         _, payload, _ = self._send("POST", path, pieces, {"content-type": CONTENT_TYPE})
         return self._decode(path, payload, reply)
 
-    def post_bytes(self, path: str, data: bytes | memoryview, reply: type[R]) -> R:
-        """Send an Arrow stream that lies in one buffer, get a struct."""
-        return self.post_stream(path, [memoryview(data)], reply)
-
     def _put(self, pieces: Sequence[memoryview]) -> str | None:
         place = open_place(self._inbox)
         name = put(place, pieces) if place is not None else None

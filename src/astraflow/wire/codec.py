@@ -184,6 +184,7 @@ def check_schema(table: pa.Table | pa.RecordBatch, schema: pa.Schema, *, only: b
     """Refuse a table that lacks a column, has one of another dtype, or whose token columns differ in length.
 
     `only`: a column that is not in `schema`, too.
+    Raises: SchemaError: naming the column.
     """
     if not table.schema.equals(schema):
         _check_fields(table, schema, only=only)
@@ -256,7 +257,7 @@ def list_lengths(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
 
 
 def flat_values(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
-    """All list entries one after the other; zero-copy for one numeric chunk (bools are unpacked)."""
+    """[entries] of the list's dtype, one list after the other; zero-copy for one numeric chunk (bools are unpacked)."""
     parts = [_numbers(c.flatten()) for c in _chunks(column)]
     if len(parts) == 1:
         return parts[0]

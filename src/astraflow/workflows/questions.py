@@ -56,7 +56,7 @@ class Questions:
 
 
 def fields_of(prompt: str) -> tuple[str, ...]:
-    """The task fields that `prompt` needs."""
+    """The task fields that `prompt` needs. Raises: Problem: no template, or it names no field."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None]
     except ValueError as error:

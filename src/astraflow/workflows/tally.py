@@ -24,7 +24,7 @@ class Tally:
         return len(self.turns)
 
     def add(self, step: Step) -> None:
-        """A step of the newest reply."""
+        """A step of the newest reply. Raises: EpisodeError: its rewards are of several sides."""
         if isinstance(step.reward, list):
             raise EpisodeError("env_error: step returned rewards of several sides; this workflow plays one")
         if step.reward is None:

@@ -84,7 +84,7 @@ class Node(Participant):
         body = encoded(lease, self.id, self.newest, self.fault)
         repeat = self.fault != "no_commit_repeat"
         for _ in range(2 if self.fault == "commits_twice" else 1):
-            reply = self.patiently(lambda: self.http.post_bytes("/episodes", body, m.EpisodesReply), repeat)
+            reply = self.patiently(lambda: self.http.post_stream("/episodes", [body], m.EpisodesReply), repeat)
             if self.fault == "hates_duplicates" and "duplicate" in reply.results.values():
                 raise SystemExit(1)
 

@@ -56,7 +56,7 @@ class Worker(Participant):
 
     def post(self, body: memoryview) -> None:
         path, repeat = f"/stages/{STAGE}/columns", self.fault != "forgets_lost_columns"
-        self.patiently(lambda: self.http.post_bytes(path, body, m.ColumnsReply), repeat)
+        self.patiently(lambda: self.http.post_stream(path, [body], m.ColumnsReply), repeat)
 
     def live(self) -> None:
         while not self.stopping:

@@ -95,7 +95,7 @@ def target_states(decoder: PreTrainedModel, pack: Pack, team: Team = ALONE) -> t
 def packed_logprobs(
     model: PreTrainedModel, pack: Pack, temperature: float, weights: Mapping[str, torch.Tensor] | None = None
 ) -> Scores:
-    """The trained tokens of `pack`; under `weights` (by Hugging Face name) when given."""
+    """The N trained tokens of `pack`, all [N] float32; under `weights` (by Hugging Face name) when given."""
     policy = PackedPolicy(model)
     named = {f"model.{name}": tensor for name, tensor in (weights or {}).items()}
     result: Scores = (

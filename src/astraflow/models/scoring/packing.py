@@ -136,7 +136,7 @@ def rows_to_score(table: pa.Table) -> TokenRows:
 
 
 def rows_from_lists(examples: list[tuple[np.ndarray, np.ndarray]]) -> TokenRows:
-    """Rows of (token_ids, trained) pairs without reinforcement columns: logprobs 0, advantages 1, weights 1."""
+    """Rows of ([T] int ids, [T] bool: trained), no reinforcement columns: logprobs 0, advantages 1, weights 1."""
     starts = offsets(np.array([len(ids) for ids, _ in examples], dtype=np.int64))
     size = int(starts[-1])
     return TokenRows(
@@ -151,7 +151,7 @@ def rows_from_lists(examples: list[tuple[np.ndarray, np.ndarray]]) -> TokenRows:
 
 
 def pack_rows(rows: TokenRows, tokens_per_microbatch: int, select: np.ndarray | None = None) -> list[Pack]:
-    """Pack the trained part of the rows (of `select`: row numbers, default all), first fit, longest first.
+    """Pack the trained part of the rows (of `select`: [n] row numbers, default all), first fit, longest first.
 
     Every trained token is the target of exactly one pack. Rows without trained tokens are left out.
     Raises: TrainingError: a trained token with nothing before it.
@@ -245,7 +245,8 @@ def _one_pack(rows: TokenRows, where: np.ndarray, members: _Sequences) -> Pack:
 
 
 def first_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, list[int]]:
-    """First fit decreasing: the order of the sequences, bin by bin, and where each bin starts (and the last ends)."""
+    """First fit decreasing of [S] lengths in tokens: the order [S] of the sequences, bin by bin, and where each bin
+    starts (and the last ends)."""
     decreasing = np.argsort(-lengths, kind="stable")
     smallest = int(lengths.min())
     bins: list[list[int]] = []

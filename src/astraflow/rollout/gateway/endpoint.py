@@ -38,10 +38,10 @@ class Chat(Protocol):
         """The template's text, special tokens included."""
 
     def encode(self, text: str) -> Sequence[int] | np.ndarray:
-        """Ids of a rendered text: special tokens are read, none is added."""
+        """[T] int32 ids of a rendered text: special tokens are read, none is added."""
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
-        """Text of ids."""
+        """Text of [T] ids."""
 
 
 class PolicyEndpoint:
@@ -85,7 +85,7 @@ class PolicyEndpoint:
             _keep(self._good_tools, key, None)
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text` as int32, not to be written to. Short texts are kept: siblings of a task ask for the same."""
+        """[T] int32 ids of `text`, not to be written to. Short texts are kept: siblings of a task ask for the same."""
         ids = self._ids.get(text)
         if ids is None:
             ids = np.asarray(self.chat.encode(text), dtype=np.int32)

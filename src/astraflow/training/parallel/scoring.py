@@ -20,7 +20,7 @@ class Scoring(Protocol):
     """The logprobs of one model."""
 
     def __call__(self, pack: Pack, temperature: float, weights: Mapping[str, torch.Tensor] | None = None) -> Scores:
-        """The trained tokens of `pack`; under `weights` (by Hugging Face name) when given."""
+        """The N trained tokens of `pack`, all [N] float32; under `weights` (by Hugging Face name) when given."""
 
     def itself(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits [T, V] of one sequence [T] by the model's own forward pass, without gradient."""

@@ -77,7 +77,7 @@ def share_unchanged(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Ten
 
 
 def changes(old: torch.Tensor, new: torch.Tensor, element: Element) -> Iterator[Run]:
-    """Changed elements of `new` against `old`, both flat bit patterns of equal length."""
+    """Changed elements of `new` against `old`, both [n] bit patterns (`flat_bits`)."""
     old = old.to(new.device)
     if new.device.type == "cpu":
         yield from host_changes(old.numpy(), new.numpy(), element)
@@ -86,7 +86,7 @@ def changes(old: torch.Tensor, new: torch.Tensor, element: Element) -> Iterator[
 
 
 def device_changes(old: torch.Tensor, new: torch.Tensor, element: Element, chunk: int = DEVICE_CHUNK) -> Iterator[Run]:
-    """`changes` by torch: only positions and differences of changed elements leave the device."""
+    """`changes` of [n] by torch: only positions and differences of changed elements leave the device."""
     import torch
 
     for start in range(0, new.numel(), chunk):
@@ -139,7 +139,7 @@ def sparse_pays(before: Ints, after: Ints, element: Element) -> bool:
 
 
 def sample(flat: torch.Tensor) -> Ints:
-    """Elements of flat bit patterns, in stretches that are spread over them. It may be a view."""
+    """At most 65,536 of [n] bit patterns, in stretches that are spread over them. It may be a view."""
     count = flat.numel()
     if count > _SAMPLE_ROWS * _SAMPLE_WIDTH:
         step = count // _SAMPLE_ROWS
@@ -149,6 +149,6 @@ def sample(flat: torch.Tensor) -> Ints:
 
 
 def stretches(flat: torch.Tensor, chunk: int = DEVICE_CHUNK) -> Iterator[Stretch]:
-    """All elements of flat bit patterns, on the host."""
+    """All of [n] bit patterns, on the host, so many elements at a time."""
     for start in range(0, flat.numel(), chunk):
         yield Stretch(start, flat[start : start + chunk].cpu().numpy())

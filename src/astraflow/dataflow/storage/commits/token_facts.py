@@ -32,9 +32,10 @@ class _Block(NamedTuple):
 
 
 def token_facts(rows: pa.RecordBatch, lengths: np.ndarray) -> list[np.ndarray]:
-    """Per row: sampled tokens, oldest and newest version among them (-1: none), calls that sampled one up to the last
-    (0: none did), and whether its first own token was sampled.
+    """Five arrays, [rows] each: sampled tokens, oldest and newest version among them (-1: none), calls that sampled one
+    up to the last (0: none did), and whether its first own token was sampled.
 
+    Args: lengths: [rows] tokens of each row.
     Raises: SchemaError: a negative token, a logprob that cannot be one; a version, or a call where the request has
     episodes of several, that is missing where a token was sampled or given where none was.
     """

@@ -17,7 +17,7 @@ class Decoder(Protocol):
     """The part of a chat tokenizer that is needed here."""
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
-        """Text of ids."""
+        """Text of [T] ids."""
 
 
 class TextStream:
