@@ -69,6 +69,10 @@ class Operator(Protocol):
     min_siblings: int = 1
     """Episodes per task below which it can do nothing: such a run file is refused. May be set in `__init__` too."""
 
+    def __init__(self) -> None:
+        """Its options are parameters of the `__init__` of a subclass; without one it has none."""
+        return
+
     def admit(self, task: Task, view: SourceView) -> float | Literal["wait"]:
         """Probability (0 to 1) that the task is rolled out now, else it is skipped; "wait": not now, ask again."""
         return 1.0
@@ -223,6 +227,10 @@ class Environment(Protocol):
     the deadline; in the sandbox; by another service; by a model. The last three have a coroutine function as `step`."""
     sides: int = 1
     """How many policies act in it, as in a game for two."""
+
+    def __init__(self) -> None:
+        """Its options are parameters of the `__init__` of a subclass; without one it has none."""
+        return
 
     @property
     def tools(self) -> list[dict[str, Any]]:

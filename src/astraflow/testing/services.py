@@ -31,7 +31,7 @@ from astraflow.wire.messages import Join, Resume
 
 T = TypeVar("T")
 Play = Callable[[EpisodeLease, str], Episode]
-_LIMIT_S = 30.0
+_LIMIT_S = 60.0
 
 
 class DataflowThread:

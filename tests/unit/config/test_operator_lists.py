@@ -247,6 +247,7 @@ def test_operators_of_a_user_come_by_path_by_entry_point_and_from_a_function(own
         ("own_operators:Absent", "cannot be imported"),
         ({"type": "own_operators:Short", "most": 0}, "cannot be made (ValueError: most is too small)"),
         ({"type": "short", "least": 0}, "least=0 is not an option of this type"),
+        ({"type": "keep_all", "most": 0}, "most=0 is not an option of this type; known: none"),
     ],
 )
 def test_operators_of_a_user_that_cannot_be_used_are_refused(own: Path, operator: Any, said: str) -> None:

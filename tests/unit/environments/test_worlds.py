@@ -165,6 +165,7 @@ def test_a_slow_step_on_the_loop_is_said_once(caplog: pytest.LogCaptureFixture) 
         ("world_samples:HeavyCounter", {"pool": {"seets": 1}}, ["workflow.pool.seets", "known: processes"]),
         ("world_samples:HeavyCounter", {"pool": {"deadline_s": 1.0}}, ["pool.deadline_s", "env_timeout_s"]),
         ({"type": "world_samples:Counter", "gaol": 2}, {}, ["gaol", "did you mean 'goal'"]),
+        ({"type": "world_samples:Waits", "goal": 2}, {}, ["environment.goal=2 is not an option", "known: none"]),
         ({"goal": 2}, {}, ["workflow.environment.type"]),
         ("frozenlake", {}, ["not a known name of environments", "calculator"]),
     ],
