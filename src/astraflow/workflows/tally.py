@@ -57,18 +57,19 @@ class Tally:
 
 
 class Budget:
-    """What an episode may use: replies, sampled tokens, seconds. 0: no limit."""
+    """What an episode may use: replies, sampled tokens, seconds, tokens of the context. 0: no limit."""
 
-    def __init__(self, turns: int, tokens: int, wall_s: float) -> None:
-        self._turns, self._tokens, self._wall_s = turns, tokens, wall_s
+    def __init__(self, turns: int, tokens: int, wall_s: float, context: int = 0) -> None:
+        self._turns, self._tokens, self._wall_s, self._context = turns, tokens, wall_s, context
         self._began = time.monotonic()
-        self._used = self._replies = 0
+        self._used = self._replies = self._read = 0
 
     @property
     def spent(self) -> bool:
         """Nothing is left of one of them."""
         late = 0 < self._wall_s <= time.monotonic() - self._began
-        return late or 0 < self._turns <= self._replies or 0 < self._tokens <= self._used
+        used = ((self._turns, self._replies), (self._tokens, self._used), (self._context, self._read))
+        return late or any(0 < most <= spent for most, spent in used)
 
     def options(self) -> dict[str, Any]:
         """Of the next call."""
@@ -78,6 +79,7 @@ class Budget:
         """A reply came."""
         self._replies += 1
         self._used += int(usage.get("completion_tokens") or 0)
+        self._read = int(usage.get("total_tokens") or 0)
 
 
 def actions_of(reply: Any, turn: int) -> list[tuple[Action, str | None]]:

@@ -131,6 +131,14 @@ async def test_a_budget_of_tokens_caps_the_last_call_and_ends_the_episode():
     assert outcome.metrics == {"success": 0.0, "turns": 2.0, "truncated": 1.0}
 
 
+async def test_a_budget_of_the_context_ends_the_episode_between_replies():
+    first, second = reply("", "3*4"), reply("", "3*4")
+    first.usage, second.usage = {"total_tokens": 9}, {"total_tokens": 10}
+    actor = Scripted(first, second, reply("12."))
+    outcome = await ToolUse(environment="calculator", max_context_tokens=10)(CALC, {"actor": actor})
+    assert len(actor.asked) == 2 and outcome.metrics["truncated"] == 1.0
+
+
 async def test_a_budget_of_time_ends_the_episode_between_replies():
     play = ToolUse(environment="calculator", max_wall_s=1e-9)
     assert (await play(CALC, {"actor": Scripted()})).metrics["truncated"] == 1.0
