@@ -175,6 +175,8 @@ class Supervisor:
         self.url = url
         if self._poller is None:
             self._poller = StatusPoller(_local(url), self.token)
+            if not self.config.rollout.nodes:
+                self.progress.note(f"rollout.nodes=[] starts no node; one joins by: astraflow node --dataflow {url}")
 
     def _exited(self, name: str, child: _Child, code: int) -> Exited:
         child.log.close()

@@ -15,6 +15,7 @@ import pytest
 from astraflow.cli.app import main
 from astraflow.cli.run import open_run
 from astraflow.config.env import cache_dir, user_path
+from astraflow.config.schema import RunConfig
 from astraflow.errors import LaunchError, Problem
 from astraflow.launch.rundir import RunDirectory
 from astraflow.launch.supervisor import Supervisor
@@ -116,3 +117,31 @@ def test_a_process_that_ends_says_why_where_its_user_looks(tmp_path, monkeypatch
     with pytest.raises(LaunchError, match="dataflow refused to start"):
         Supervisor(open_run("quickstart", []), directory, 1, display, popen=popen).run()
     assert said == ["dataflow ended with exit code 1: checkpoint=x cannot be written"]
+
+
+def test_a_run_without_nodes_says_how_one_joins(tmp_path, monkeypatch):
+    said: list[str] = []
+    display = RunDisplay("run", 1)
+    monkeypatch.setattr(display, "note", said.append)
+    supervisor = Supervisor(open_run("quickstart", ["--rollout.nodes=0"]), RunDirectory(tmp_path), 1, display)
+    supervisor._answered("http://127.0.0.1:9")
+    supervisor._clear_away()
+    assert said == ["rollout.nodes=[] starts no node; one joins by: astraflow node --dataflow http://127.0.0.1:9"]
+
+
+def test_a_full_disk_at_the_end_does_not_hide_why_the_run_ended(capsys, monkeypatch, tmp_path):
+    class Ended:
+        def __init__(self, config: RunConfig, directory: RunDirectory, *_: object, **__: object) -> None:
+            directory.metrics.touch()
+
+        def run(self) -> bool:
+            raise LaunchError("run", "quickstart", "failed: dataflow died 6 times", "see the logs")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("astraflow.launch.supervisor.Supervisor", Ended)
+    monkeypatch.setattr("astraflow.launch.report.write_report", full)
+    err = said(["run", "quickstart", f"--run.directory={tmp_path}"], capsys, 1)
+    assert "report=" in err and "cannot be written (No space left on device); make room, then: astraflow report" in err
+    assert "error: run=quickstart failed: dataflow died 6 times; see the logs" in err
