@@ -242,23 +242,25 @@ def _endpoint(
     """`directory`: of the model, or its name at a service, for which characters are tokens."""
     chat: ChatTokenizer | Transcript = Transcript() if section.remote else ChatTokenizer(directory)
     if isinstance(engines, int):
-        engines = [start_engine(name, section, options, directory) for _ in range(engines)]
+        engines = [start_engine(name, section, options, directory, number=n) for n in range(engines)]
     parser = parser_for(section.tool_parser, chat, f"policies.{name}.tool_parser")
     return kind(engines[0], chat, parser, None, section.sampling.agents_choose, engines[1:])
 
 
 def start_engine(
-    name: str, section: PolicySection, options: PolicyOptions, directory: Path | str, policies: int = 1
+    name: str, section: PolicySection, options: PolicyOptions, directory: Path | str, policies: int = 1, number: int = 0
 ) -> Engine:
     """An engine for `policies` policies, of which `name` is one. `directory`: of the model, or its name at a service.
+    `number`: which engine of the policy.
 
     Raises: ModelError: the model cannot be used. Problem: an option is out of its range.
     """
     given = {
         "max_concurrency": options.concurrency * policies,
         "threads": options.threads,
-        # Two nodes (or two lives of one) must not sample the same noise for siblings of one group.
-        "seed": options.seed * 1_000_003 + zlib.crc32(options.node_id.encode()),
+        # Two nodes (or two lives of one) must not sample the same noise for siblings of one group, nor two policies of
+        # one model for one question.
+        "seed": options.seed * 1_000_003 + zlib.crc32(f"{options.node_id}/{name}/{number}".encode()),
     }
     settings = {**given, **section.engine.options}
     try:

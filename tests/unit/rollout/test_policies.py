@@ -15,8 +15,8 @@ from astraflow.training.learner import Learner
 from astraflow.weights.client import WeightClient
 
 
-@pytest.mark.parametrize("change", ["node", "run"])
-async def test_nodes_and_runs_sample_noise_of_their_own(tmp_path, monkeypatch, change):
+@pytest.mark.parametrize("change", ["node", "run", "policy"])
+async def test_nodes_runs_and_policies_sample_noise_of_their_own(tmp_path, monkeypatch, change):
     seeds = []
 
     class Watched(ScriptedEngine):
@@ -26,11 +26,13 @@ async def test_nodes_and_runs_sample_noise_of_their_own(tmp_path, monkeypatch, c
 
     monkeypatch.setattr("astraflow.engines.scripted.ScriptedEngine", Watched)
     section = PolicySection.model_validate({"model": "tiny-char", "engine": {"type": "scripted", "script": ["."]}})
-    for node, seed in [("a", 0), ("a", 0), ("b", 0) if change == "node" else ("a", 1)]:
-        weights = Weights("actor", WeightClient(None), lambda: None)
-        endpoint = await start_policy("actor", section, PolicyOptions(tmp_path, seed, node, 4, 1), weights)
-        endpoint.engine.close()
-    assert seeds[0] == seeds[1] != seeds[2]
+    other = {"node": ("actor", "b", 0), "run": ("actor", "a", 1), "policy": ("helper", "a", 0)}[change]
+    for name, node, seed in [("actor", "a", 0), ("actor", "a", 0), other]:
+        weights = Weights(name, WeightClient(None), lambda: None)
+        endpoint = await start_policy(name, section, PolicyOptions(tmp_path, seed, node, 4, 1), weights, 2)
+        for engine in endpoint.engines:
+            engine.close()
+    assert seeds[:2] == seeds[2:4] and len({*seeds[:2], *seeds[4:]}) == 4, "pasts of one policy have their own, too"
 
 
 async def test_a_node_without_the_base_of_an_adapter_says_so(tmp_path):
