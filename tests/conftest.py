@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -26,10 +27,11 @@ def _no_token_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_logs_of_another_test() -> Iterator[None]:
-    """A service that runs in this process opens its logs at the root logger."""
-    root = logging.getLogger()
+    """A service that runs in this process opens its logs at the root logger, and watches threads."""
+    root, hook = logging.getLogger(), threading.excepthook
     level = root.level
     yield
+    threading.excepthook = hook
     close_logging()
     root.setLevel(level)
     logging.captureWarnings(False)

@@ -339,7 +339,10 @@ def read_token(token_file: Path | None) -> str | None:
 
 
 def tie(parent: int) -> None:
-    """The process ends with this one; 0: it does not."""
+    """The process ends with this one (0: it does not), and with any of its own threads that dies."""
+    from astraflow.observe.process import end_with_own_threads
+
+    end_with_own_threads()
     if parent:
         from astraflow.launch.lifeline import tie_to_parent
 

@@ -1,13 +1,21 @@
-"""What every process of a run that lives long does to itself: the garbage collector, and how it is told to stop."""
+"""What every process of a run that lives long does to itself: the garbage collector, how it is told to stop, and that
+none of its threads dies in silence."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import logging
+import os
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
+
+log = logging.getLogger(__name__)
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 
 _YOUNG, _MIDDLE, _OLD = 20_000, 20, 50  # the defaults (700, 10, 10) rescan all modules of torch many times a second
 
@@ -41,3 +49,22 @@ def stop_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_with_own_threads() -> None:
+    """From now on an error that a thread of ours does not handle ends this process: exit code 1, and the thread by its
+    name in the log. Threads of libraries and of users are logged only."""
+
+    def on_death(died: threading.ExceptHookArgs) -> None:
+        if died.exc_value is None or isinstance(died.exc_value, SystemExit):
+            return
+        name = died.thread.name if died.thread is not None else "unknown"
+        begun = [
+            frame.filename for frame in traceback.extract_tb(died.exc_traceback) if frame.filename != threading.__file__
+        ]
+        log.critical("thread %r died of %r", name, died.exc_value, exc_info=died.exc_value)
+        if begun and str(Path(begun[0]).resolve()).startswith(_PACKAGE):
+            logging.shutdown()
+            os._exit(1)
+
+    threading.excepthook = on_death

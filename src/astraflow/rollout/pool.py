@@ -334,7 +334,11 @@ class WorkerPool:
             return
         overdue = [slot for slot, (_, deadline, _) in worker.episodes.items() if now > deadline]
         if overdue and now - worker.pulsed > self._limits.stall_s:
-            log.error("worker %d has not turned its loop for %.1f s; killed", worker.process.pid, now - worker.pulsed)
+            late = ", ".join(worker.episodes[slot][0].lease.episode_id for slot in overdue)
+            log.error(
+                "worker %d has not turned its loop for %.1f s, and %s is overdue: its code blocks; killed",
+                worker.process.pid, now - worker.pulsed, late,
+            )  # fmt: skip
             worker.kill()
             return
         for slot in overdue:

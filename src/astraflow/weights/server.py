@@ -19,6 +19,7 @@ from pathlib import Path
 from astraflow.config.env import child_environment, token_from_env
 from astraflow.errors import AstraFlowError, LaunchError
 from astraflow.observe.logs import setup_logging
+from astraflow.observe.process import end_with_own_threads
 
 _START_S = 30.0
 _STOP_S = 5.0
@@ -186,6 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when we end
     token = token_from_env()
     setup_logging("weights", secrets=(token,))
+    end_with_own_threads()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(arguments, token))

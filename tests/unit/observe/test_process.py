@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -31,3 +33,20 @@ def test_outside_the_main_thread_no_handler_is_set() -> None:
     thread.start()
     thread.join(60)
     assert seen == [(False, before)]
+
+
+@pytest.mark.parametrize(("target", "code"), [("recipe_path", 1), ("lambda words: words.nothing", 0)])
+def test_a_thread_of_ours_that_dies_ends_the_process_by_name(target: str, code: int) -> None:
+    """One of a user is logged, and the process goes on."""
+    script = (
+        "import threading\n"
+        "from astraflow.config.recipes import recipe_path\n"
+        "from astraflow.observe.process import end_with_own_threads\n"
+        "end_with_own_threads()\n"
+        f"thread = threading.Thread(target={target}, args=(7,), name='pulse of judge')\n"
+        "thread.start()\n"
+        "thread.join()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == code
+    assert "thread 'pulse of judge' died of " in done.stderr and "Traceback" in done.stderr

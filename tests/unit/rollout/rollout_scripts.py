@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -90,6 +91,26 @@ async def play_by_kind(task, llm):
             reply = await llm["actor"].chat([{"role": "user", "content": "1+1?"}])
             return float(len(reply.content))
     raise AssertionError(kind)
+
+
+def blocking_reward(task):
+    """Blocks whatever runs it until the file `released` is there."""
+    deadline = time.monotonic() + 30.0
+    while not Path(task["released"]).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("nobody released the reward")
+        time.sleep(0.01)
+    return 1.0
+
+
+async def graded_by_one_that_blocks(task, llm):
+    await llm["actor"].chat([{"role": "user", "content": "1+1?"}])
+    return blocking_reward(task) if task["released"] else 0.5
+
+
+def graded_by_one_that_blocks_in_a_thread(task, llm):
+    llm["actor"].chat([{"role": "user", "content": "1+1?"}])
+    return blocking_reward(task) if task["released"] else 0.5
 
 
 def in_a_thread(task, llm):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import inspect
 import json
 import os
+import re
 import signal
 import threading
 from contextlib import asynccontextmanager, closing
@@ -20,7 +22,9 @@ from astraflow.config.load import check_run
 from astraflow.dataflow.client import DataflowClient
 from astraflow.dataflow.service import create_dataflow_app, serve_dataflow
 from astraflow.engines.scripted import ScriptedEngine
-from astraflow.errors import ConfigError, EngineError, Problem, Unreachable, WireError
+from astraflow.errors import AstraFlowError, ConfigError, EngineError, Problem, Unreachable, WireError
+from astraflow.rollout import node as node_module
+from astraflow.rollout.loop import Guarded
 from astraflow.rollout.node import NodeOptions, serve_node
 from astraflow.rollout.policies import PolicyOptions, Weights, start_policy
 from astraflow.rollout.pool import PoolLimits
@@ -333,3 +337,36 @@ async def test_a_row_of_the_run_is_tried_at_the_door_of_a_node(service, tmp_path
             await asyncio.to_thread(play_trial, TrialPlay(url=played.url, workflow="tool_use", row=10**6))
         node.cancel()
         await asyncio.gather(node, return_exceptions=True)
+
+
+LOOPS = (
+    "heartbeat loop", "commit loop", "deadline loop", "lease loop", "worker pool", "concurrency loop", "swarm door",
+    "swarm pool", "swarm returns",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+async def test_each_loop_that_dies_ends_the_node_by_its_name(service, tmp_path, monkeypatch, loop):
+    spawn = Guarded.spawn
+
+    async def planted():
+        raise ZeroDivisionError("planted")
+
+    def spawn_or_plant(tasks, name, coroutine):
+        if name != loop:
+            return spawn(tasks, name, coroutine)
+        coroutine.close()
+        return spawn(tasks, name, planted())
+
+    monkeypatch.setattr(Guarded, "spawn", spawn_or_plant)
+    with closing(bind("127.0.0.1", 0, "door")) as door:
+        async with service().running() as running:
+            node = asyncio.create_task(serve_node(running.node(tmp_path, door=door, min_concurrency=1)))
+            await running.resume()
+            with pytest.raises(AstraFlowError, match=f"task='{loop}' of node n died of ZeroDivisionError: planted"):
+                await asyncio.wait_for(node, 60)
+
+
+def test_all_loops_of_a_node_are_among_them():
+    spawned = set(re.findall(r'tasks\.spawn\("([^"]+)"', inspect.getsource(node_module)))
+    assert spawned == {*LOOPS, "look at other nodes", "goodbye"}

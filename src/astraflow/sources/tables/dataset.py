@@ -96,6 +96,11 @@ class DatasetSource:
                     left_out["duplicates"] += 1
                 else:
                     chosen.append((place, number))
+        if left_out["overlong"] and not chosen:
+            raise SourceError(
+                "max_chars", self._max_chars, f"leaves out all {left_out['overlong']} rows of {self._tables[0].path}",
+                "raise it, or leave it out",
+            )  # fmt: skip
         if any(left_out.values()):
             log.info("%s: %d rows, left out: %s", self._tables[0].path, len(chosen), left_out)
         return chosen

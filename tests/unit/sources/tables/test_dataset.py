@@ -208,6 +208,8 @@ def deep(path):
         (lambda d: write(d / "t.jsonl", [{"q": "[" * 10**5}]), {"fields": {"question": "q.0"}}, ["row 0", "no JSON"]),
         (lambda d: write(d / "t.jsonl", DAPO), {"fields": {"question": "prompt.\u00b2"}}, ["row 0", "missing"]),
         (lambda d: write(d / "t.jsonl", [{**ROWS[0], "id": None}]), {"id": "id"}, ["row 0", "id=None", "empty"]),
+        (lambda d: write(d / "t.jsonl", ROWS), {"max_chars": 1, "overlong": "drop"},
+         ["max_chars=1", "all", "t.jsonl", "raise it"]),
         (lambda d: write(d / "t.jsonl", ROWS), {"limit": -1}, ["limit", "-1"]),
         (lambda d: write(d / "t.jsonl", ROWS), {"answer": "latex"}, ["answer", "latex", "boxed"]),
         (lambda d: write(d / "t.jsonl", ROWS), {"id": "key"}, ["row 0", "id=key", "missing"]),
