@@ -93,6 +93,25 @@ def test_duplicate_rows_are_different_groups_of_the_declared_size() -> None:
     assert len({lease.episode_id for lease in leases}) == 12
 
 
+def test_equal_ids_in_two_files_and_in_every_epoch_are_groups_of_their_own() -> None:
+    class Same(Rows):
+        def row(self, index: int) -> dict[str, object]:
+            return {"question": "always the same", "id": "always the same"}
+
+    files = {name: {"type": "sums"} for name in ("one", "two")}
+    config = small_config(sources=files, mix={"ratios": {"one": 1, "two": 1}}, workflow__group_size=3, run__steps=6)
+    desk = Desk(config, {"one": Same(2), "two": Same(2)})
+    desk.start()
+    leases = []
+    for version in range(6):
+        leases += desk.play(100, version)
+        batch = desk.step(version)
+        assert [len(group.entries) for group in batch.groups] == [3, 3]
+    groups = [lease.group_id for lease in leases]
+    assert {lease.task.epoch for lease in leases} == {0, 1, 2} and {lease.task.source for lease in leases} == {*files}
+    assert len(set(groups)) == 12 and all(groups.count(group) == 3 for group in groups)
+
+
 def test_after_a_resume_at_version_500_the_gate_still_holds() -> None:
     desk = Desk(small_config(run__steps=600, policies__actor=policy_section(2, 1)))
     desk.start()

@@ -293,3 +293,28 @@ def test_errors_are_counted_by_at_most_64_kinds_and_other_ones() -> None:
     state = desk.machine.state
     assert state.errors == {f"kind{i}": 1 + (i == 3) for i in range(64)} | {"other": 16}
     assert state.first_errors["other"] == "kind64: it went wrong" and len(state.first_errors) == 65
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_step_completes_though_environments_never_return(resumed: bool) -> None:
+    """An episode of each of the first groups hangs for ever, on a node that lives; others take the place of these."""
+    desk = Desk(small_config(policies__actor=policy_section(2, 0)))
+    desk.start()
+    leases = desk.lease(100)
+    hanging = {lease.group_id for lease in leases}
+    desk.commit([lease for lease in leases if lease.episode_id.endswith("/0")])
+    assert len(hanging) == 2 and desk.take(0) is None
+    for _ in range(desk.config.workflow.max_attempts):
+        for _ in range(40):
+            desk.now += 1
+            desk.machine.live.hear_node("n", desk.now)
+        desk.pass_time(0)
+        if resumed:
+            desk.restart()
+            desk.resume(0)
+        again = [lease for lease in desk.lease(100) if lease.group_id not in hanging]
+        desk.commit(again, lambda lease: float(lease.episode_id.endswith("/1")))
+    batch = desk.take(0)
+    assert batch is not None and not hanging & {group.group_id for group in batch.groups}
+    assert desk.machine.state.policies["actor"].dropped == {"lost": 2}
+    check_law(desk.machine)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,13 @@ def check_shape(path: str, reply: dict[str, Any]) -> None:
     """OpenAI's error object, or Anthropic's."""
     assert reply.get("type") == ("error" if path.startswith("messages") else None)
     assert reply["error"]["message"] and reply["error"]["type"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_pickle_is_malformed_and_not_run(world: Any, url: str, path: str, tmp_path: Path) -> None:
+    status, reply = await post(url, path, world.key, f"cos\nmkdir\n(S'{tmp_path}/pwned'\ntR.")
+    assert status == 400 and not list(tmp_path.iterdir())
+    check_shape(path, reply)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -219,6 +219,14 @@ def test_only_json_is_taken_and_other_paths_are_said_not_to_exist(plain):
     assert plain.send("GET", "/swarm/leases")[0] == 405
 
 
+def test_a_pickle_is_refused_and_not_run(plain, tmp_path):
+    bomb = f"cos\nmkdir\n(S'{tmp_path}/pwned'\ntR.".encode()
+    for path in ("leases", "episodes/train/0/0/0/finish", "heartbeats"):
+        status, _ = plain.send("POST", f"/swarm/{path}", raw=bomb, headers={"content-type": "application/json"})
+        assert 400 <= status < 500
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_lease_request_is_repeated_by_its_id(plain):
     first = plain.lease(2, request_id="r1")
     assert plain.lease(2, request_id="r1") == first
