@@ -86,7 +86,7 @@ sandbox:
 	fi
 
 test: $(VENV)/.dev sandbox lint types  ## everything that CI checks: lint, types, all tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not gpu and not vllm and not sglang and not verifiers" $(TESTS) $(ARGS)
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not gpu and not vllm and not sglang and not verifiers" $(TESTS) $(ARGS)
 
 # vLLM pins other versions than we do, and its CPU build cannot be imported beside the packages that are removed.
 $(VLLM)/.ready: $(VENV)/.python Makefile

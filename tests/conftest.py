@@ -45,6 +45,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+FLOW_TIMEOUT_S = 600.0  # ten seconds on two free cores; others may have them
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole services first: what takes long is not left to one process when everything else is done."""
+    for item in items:
+        if item.get_closest_marker("flow"):
+            item.add_marker(pytest.mark.timeout(FLOW_TIMEOUT_S), append=False)
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("flow", "slow")))

@@ -27,7 +27,7 @@ NEEDS = {
     "openai_agents": "agents",
 }  # fmt: skip
 FEW = ["--run.steps=2", "--policies.actor.batch.groups=2", "--workflow.group_size=4"]
-NUM_FEW, LIMIT_S = 16, 100.0
+NUM_FEW, LIMIT_S = 16, 300.0
 
 pytestmark = [pytest.mark.flow, pytest.mark.slow]
 Launch = Callable[..., Any]

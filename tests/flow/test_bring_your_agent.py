@@ -27,7 +27,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGE = (ROOT / "docs" / "bring-your-agent.md").read_text()
 SMALL = ["--run.steps=40", "--workflow.group_size=4", "--policies.actor.batch.groups=2"]
 SMALL += ["--policies.actor.warm_start.steps=3"]
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 pytestmark = [pytest.mark.flow, pytest.mark.slow]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from astraflow.models.tiny_char import CHAT_TEMPLATE, make_config
-from astraflow.testing.runs import LaunchedRun
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
-SUPPORT = {"PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+pytestmark = pytest.mark.flow
+SUPPORT = Path(__file__).parents[1] / "support"
 RUN = """
 [run]
 name = "run"
@@ -36,25 +37,29 @@ sampling = {{ max_tokens = 4 }}
 """
 
 
-def played(place: Path, workflow: str) -> LaunchedRun:
-    recipe = place / "recipe.toml"
-    recipe.write_text(RUN.format(workflow=workflow))
-    run = LaunchedRun.start(place, str(recipe), environment=SUPPORT)
-    try:
-        assert run.wait(200) == 0, run.words()
-    finally:
-        run.end()
-    return run
+@pytest.fixture
+def played(tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A run of a run file to its end."""
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+
+    def play(text: str) -> Any:
+        recipe = tmp_path / "recipe.toml"
+        recipe.write_text(text)
+        ended = run(tmp_path, str(recipe))
+        assert ended.code == 0, ended.words()
+        return ended
+
+    return play
 
 
-def test_episodes_of_failed_environments_are_played_again_and_counted(tmp_path: Path) -> None:
+def test_episodes_of_failed_environments_are_played_again_and_counted(played: Callable[[str], Any]) -> None:
     workflow = """type = "tool_use"
 environment = "world_faults:Flaky"
 env_timeout_s = 1.0
 pool = { processes = 2, seats = 2 }
 max_turns = 2
 max_attempts = 6"""
-    run = played(tmp_path, workflow)
+    run = played(RUN.format(workflow=workflow))
     summary = run.summary()
     account = summary["accounting"]
     assert account["admitted"] == account["trained"] + sum(account["dropped"].values()) + account["in_flight"]
@@ -63,11 +68,11 @@ max_attempts = 6"""
     assert "environment world_faults:Flaky: " in run.words(), "kills are in the log"
 
 
-def test_a_reward_function_of_trl_drives_a_run(tmp_path: Path) -> None:
+def test_a_reward_function_of_trl_drives_a_run(played: Callable[[str], Any]) -> None:
     workflow = """type = "single_turn"
 prompt = "{text}"
 reward = { type = "function", style = "trl", function = "foreign_rewards:trl_digits" }"""
-    summary = played(tmp_path, workflow).summary()
+    summary = played(RUN.format(workflow=workflow)).summary()
     assert summary["accounting"]["trained"] == 12 and not summary["errors"]
     assert 0.0 < summary["reward"]["best"] < 1.0
 
@@ -90,12 +95,11 @@ def model_of_words(place: Path, *words: str) -> Path:
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="NOT TESTED: rewards of TRL; pip install --no-deps trl==1.16.0")
-def test_rewards_that_ship_with_trl_drive_a_run(tmp_path: Path) -> None:
+def test_rewards_that_ship_with_trl_drive_a_run(tmp_path: Path, played: Callable[[str], Any]) -> None:
     """Unchanged, by their names in TRL: both give rewards, and what they reward is learnt."""
     model = model_of_words(tmp_path / "model", "<think>", "</think>", r"\boxed{2}", r"\boxed{3}")
     (tmp_path / "sums.jsonl").write_text('{"question": "1+1?", "solution": "2"}\n')
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(f"""
+    run = played(f"""
 [run]
 name = "run"
 steps = 8
@@ -120,12 +124,7 @@ batch = {{ groups = 2, max_staleness = 0 }}
 sampling = {{ max_tokens = 6 }}
 optimizer = {{ lr = 5e-3 }}
 """)
-    run = LaunchedRun.start(tmp_path, str(recipe))
-    try:
-        assert run.wait(250) == 0, run.words()
-    finally:
-        run.end()
     assert not run.summary()["errors"], run.words()
-    steps = [row for row in run.metrics() if row["kind"] == "step"]
+    steps = run.steps()
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.15
     assert max(row["reward/max"] for row in steps) == 1.0, "of an episode that satisfied both"

@@ -12,7 +12,6 @@ STEPS = 9
 
 
 @pytest.mark.flow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_killed_trainer_ends_with_the_same_bytes(tmp_path: Path, num_ranks: int) -> None:
     config = resume_config(STEPS)

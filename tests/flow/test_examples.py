@@ -33,7 +33,7 @@ class HandMadeRun:
             "dataflow", "dataflow", "digits.toml", f"--run-dir={self.directory}", f"--ready-file={ready}",
             "--run.steps=3", "--run.checkpoint_every=2", *words,
         )  # fmt: skip
-        wait_until(lambda: ready.exists() or not self.alive("dataflow"), "an answer of the service", 60.0)
+        wait_until(lambda: ready.exists() or not self.alive("dataflow"), "an answer of the service", 300)
         assert ready.exists(), self.log("dataflow")
         self.url = json.loads(ready.read_text())["url"]
 
@@ -63,7 +63,7 @@ class HandMadeRun:
     def wait(self, *names: str) -> None:
         """Each of them ends by itself, with 0."""
         for name in names:
-            wait_until(lambda: not self.alive(name), f"the end of {name}", 100.0)  # noqa: B023
+            wait_until(lambda: not self.alive(name), f"the end of {name}", 300)  # noqa: B023
             assert self._processes[name].returncode == 0, "\n".join(map(self.log, self._processes))
 
     def end(self) -> None:

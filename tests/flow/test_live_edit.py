@@ -77,13 +77,13 @@ class Editor(threading.Thread):
         log = self._worker_log or self._directory.log("node-node")
         if self._worker_log is not None:
             door = self._directory.door_file("node-node")
-            wait_until(door.exists, "the door", 60.0)
+            wait_until(door.exists, "the door", 300)
             words = ("worker", "--url", json.loads(door.read_text())["url"], "--workflow", f"{self._file}:solve")
             with self._worker_log.open("wb") as out:
                 self._process = subprocess.Popen(astraflow_command(*words, "--watch"), stdout=out, stderr=out)
-        wait_until(lambda: _step(self._directory) >= 3, "step 3", 60.0)
+        wait_until(lambda: _step(self._directory) >= 3, "step 3", 300)
         self._file.write_text("def broken(:\n")
-        wait_until(lambda: "SyntaxError" in log.read_text(), "the broken edit in the log", 30.0)
+        wait_until(lambda: "SyntaxError" in log.read_text(), "the broken edit in the log", 300)
         self._file.write_text(WORKFLOW.format(reward=1.0))
 
     def end(self) -> int:

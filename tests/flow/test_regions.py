@@ -35,7 +35,7 @@ def small(steps: int) -> RunConfig:
 @pytest.mark.flow
 def test_a_run_over_a_link_ends_and_all_its_bytes_are_counted(tmp_path: Path) -> None:
     region = Region(nodes=2, concurrency=16, relay=True)
-    outcome = TwoRegions(small(3), tmp_path / "run", LINK, region, popen).run(100.0)
+    outcome = TwoRegions(small(3), tmp_path / "run", LINK, region, popen).run(300.0)
     assert [row["step"] for row in outcome.steps] == [1, 2, 3]
     assert [passed.step for passed in outcome.passed] == [0, 1, 2, 3]
     last = outcome.passed[-1]
@@ -55,4 +55,4 @@ def test_a_process_that_fails_ends_the_run_with_its_words(tmp_path: Path) -> Non
         update={"policies": {"actor": config.policies["actor"].model_copy(update={"model": "tiny-car"})}}
     )
     with pytest.raises(LaunchError, match=r"(?s)process=(trainer|node\d) ended with \d.*tiny-car"):
-        TwoRegions(wrong, tmp_path / "run", LINK, Region(nodes=1), popen).run(60.0)
+        TwoRegions(wrong, tmp_path / "run", LINK, Region(nodes=1), popen).run(300.0)

@@ -14,7 +14,7 @@ from astraflow.launch.play import PlayOptions, conversation, play, tasks_of
 from astraflow.observe.summary import law_holds
 from fake_service import FakeService
 
-pytestmark = [pytest.mark.flow, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.flow, pytest.mark.slow]
 KEY = "sk-only-in-the-environment-0123456789"
 RUN_FILE = """
 [run]

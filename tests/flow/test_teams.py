@@ -14,7 +14,7 @@ from astraflow.observe.summary import law_holds
 from astraflow.weights.store import FileStore
 from sandboxed import needs_sandbox
 
-pytestmark = [pytest.mark.flow, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.flow, pytest.mark.slow]
 TEAMS = Path(__file__).parents[2] / "examples" / "teams"
 FILES = sorted(TEAMS.glob("*.toml"))
 SANDBOX = ("coder", "by_example", "by_example_alone")
@@ -36,6 +36,7 @@ def test_a_team_trains_two_steps(path: Path, tmp_path: Path, run: Callable[..., 
     small = [f"--policies.{name}.batch.groups=2" for name in config.trained]
     small += [f"--policies.{name}.operators=['keep_all']" for name in config.trained]
     small += [f"--policies.{name}.warm_start.steps=8" for name, p in config.trained.items() if p.warm_start is not None]
+    small += [f"--policies.{name}.optimizer.lr=1e-3" for name, p in config.trained.items() if p.lora is not None][:1]
     small += ["--evaluation.num_tasks=2"] if config.evaluation is not None else []
     ended = run(tmp_path, str(path), *SMALL, *small)
     assert ended.code == 0, ended.words()
@@ -47,17 +48,11 @@ def test_a_team_trains_two_steps(path: Path, tmp_path: Path, run: Callable[..., 
     assert {log.name for log in (ended.directory / "logs").glob("trainer-*.log")} == {
         f"trainer-{name}.log" for name in config.trainers
     }
-
-
-def test_roles_of_one_base_publish_nothing_but_adapters(tmp_path: Path, run: Callable[..., Any]) -> None:
-    ended = run(tmp_path, str(TEAMS / "lora.toml"), *SMALL, "--policies.planner.batch.groups=2",
-                "--policies.executor.batch.groups=2", "--policies.executor.optimizer.lr=1e-3",
-                "--policies.planner.operators=['keep_all']",
-                "--policies.executor.operators=['keep_all']")  # fmt: skip
-    assert ended.code == 0, ended.words()
-    tensors = {name: FileStore(ended.directory / "weights", name).fetch(2) for name in ("planner", "executor")}
-    assert all(name.startswith("base_model.model.") for own in tensors.values() for name in own)
-    assert any((tensors["planner"][name] != tensors["executor"][name]).any() for name in tensors["planner"])
+    of_adapters = [FileStore(ended.directory / "weights", n).fetch(2) for n, p in config.trained.items() if p.lora]
+    assert all(name.startswith("base_model.model.") for own in of_adapters for name in own), "nothing but adapters"
+    if path.stem == "lora":
+        first, second = of_adapters
+        assert any((first[name] != second[name]).any() for name in first)
 
 
 def test_the_files_are_short() -> None:

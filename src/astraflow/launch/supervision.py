@@ -89,7 +89,7 @@ Instruction = Start | Signal
 class Limits:
     """All waits of the launcher, in seconds, and how often a process may crash."""
 
-    ready_s: float = 60.0  # from start to the first answer of the dataflow service
+    ready_s: float = 300.0  # from start to the first answer of the dataflow service
     leave_s: float = 120.0  # from Finished until workers get SIGTERM
     end_s: float = 20.0  # from SIGTERM to SIGKILL
     left_s: float = 2.0  # until a worker that left by itself is started again

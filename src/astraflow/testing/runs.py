@@ -119,7 +119,7 @@ class LaunchedRun:
             return []
         return [json.loads(line) for line in text.split("\n")[:-1] if line]
 
-    def wait_for_step(self, step: int, limit_s: float = 120.0) -> None:
+    def wait_for_step(self, step: int, limit_s: float = 300.0) -> None:
         """Until metrics.jsonl has a row of `step` or a later one, or the run ended."""
 
         def reached() -> bool:

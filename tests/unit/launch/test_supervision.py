@@ -176,10 +176,10 @@ def test_one_interrupt_ends_cleanly_and_a_second_at_once() -> None:
 def test_dataflow_that_never_answers_is_killed_and_counts_as_a_crash() -> None:
     state = Supervision(SPECS, 0.0)
     state.handle(Tick(), 0.0)
-    assert state.handle(Tick(), 60.0) == []
-    assert state.handle(Tick(), 60.1) == [Signal("dataflow", kill=True)]
-    state.handle(Exited("dataflow", -9), 60.2)
-    assert state.handle(Tick(), 61.0) == [Start("dataflow", 2)]
+    assert state.handle(Tick(), 300.0) == []
+    assert state.handle(Tick(), 300.1) == [Signal("dataflow", kill=True)]
+    state.handle(Exited("dataflow", -9), 300.2)
+    assert state.handle(Tick(), 301.0) == [Start("dataflow", 2)]
 
 
 def test_a_failure_that_the_dataflow_service_reports_ends_the_run() -> None:

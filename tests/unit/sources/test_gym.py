@@ -11,16 +11,19 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from astraflow.dataflow.operators.source.curriculum import Curriculum
 from astraflow.errors import Problem, SourceError
+from astraflow.processes.pool import ProcessPool
+from astraflow.processes.records import Settings
 from astraflow.rewards import gym as rewards
 from astraflow.rewards.gym import ReasoningGym
 from astraflow.sources.gym import source as sources
 from astraflow.sources.gym.guard import check
-from astraflow.sources.gym.source import ReasoningGymSource
+from astraflow.sources.gym.source import HOST, ReasoningGymSource
 from astraflow.types import SourceView, Task
 
 needs_gym = pytest.mark.skipif(
@@ -31,6 +34,21 @@ LUCKY = 2  # of the 100 rows of EASY that a random policy answers
 QUICK = ("ab", "complex_arithmetic", "gcd", "word_sorting", "rotten_oranges", "tower_of_hanoi", "caesar_cipher",
          "calendar_arithmetic", "maze", "time_intervals", "knights_knaves", "base_conversion", "sudoku")  # fmt: skip
 EASY = ("chain_sum", "leg_counting", "number_sequence", "simple_equations", "countdown")
+
+
+@pytest.fixture(scope="module")
+def host():
+    """The process of all sources of this file: its start takes two seconds."""
+    pool = ProcessPool("gym", HOST, settings=Settings(processes=1, deadline_s=120.0))
+    yield SimpleNamespace(submit=pool.submit, close=lambda: None)
+    pool.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_host(host):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "ProcessPool", lambda *_, **__: host)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +276,8 @@ def test_generators_score_their_own_answers_1_and_others_less():
 
 
 @needs_gym
-def test_the_process_of_a_source_ends_with_it():
+def test_the_process_of_a_source_ends_with_it(monkeypatch):
+    monkeypatch.setattr(sources, "ProcessPool", ProcessPool)
     source = ReasoningGymSource(datasets=["chain_sum"], size=4)
     pool = source._pool
     assert pool.health().alive == 1

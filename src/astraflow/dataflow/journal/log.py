@@ -61,6 +61,8 @@ class Journal:
                 log.warning("journal: %s", note)
             if self.recovered.damage:
                 self._set_aside()
+            if not self.path.exists():
+                self._write_anew(self.directory / f"{LOG}.new")  # a start that is killed leaves no half of a database
             self._db = self._open(fsync)
             self._head = HeadFile(directory / HEAD, synced=fsync)
         except BaseException:
@@ -184,8 +186,10 @@ class Journal:
             self._write_anew(self.directory / f"{LOG}.new")
 
     def _write_anew(self, draft: Path) -> None:
-        draft.unlink(missing_ok=True)
+        for suffix in ("", "-journal", "-wal", "-shm"):
+            Path(f"{draft}{suffix}").unlink(missing_ok=True)
         with closing(sqlite3.connect(draft, isolation_level=None)) as db:
+            db.execute("PRAGMA journal_mode=WAL")
             db.executescript(_SCHEMA)
             db.executemany(_INSERT, [(*row, row_sum(*row)) for row in self.recovered.log])
         for suffix in ("-wal", "-shm"):  # before the swap: SQLite would take them for those of the new file

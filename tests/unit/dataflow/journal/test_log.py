@@ -8,7 +8,9 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,42 @@ def test_what_was_appended_is_there_after_opening_again(tmp_path: Path) -> None:
     assert commands(journal) == [(1.0, b"a"), (2.0, b"b")]
     assert journal.load() == (None, 0.0) and journal.num_since_snapshot == 2
     journal.close()
+
+
+def test_a_start_that_is_killed_while_it_makes_the_journal_leaves_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, killed = tmp_path / "journal", list[Path]()
+
+    def look() -> None:
+        killed.append(tmp_path / f"killed-{len(killed)}")
+        shutil.copytree(made, killed[-1])
+
+    class Slow(sqlite3.Connection):
+        def execute(self, *words: Any) -> sqlite3.Cursor:
+            look()
+            cursor = super().execute(*words)
+            look()
+            return cursor
+
+        def executescript(self, script: str) -> sqlite3.Cursor:
+            look()
+            for statement in script.strip().splitlines():
+                self.execute(statement)
+            return self.cursor()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Slow))
+        Journal(made).close()
+    assert len(killed) > 10
+    for place in killed:
+        journal = Journal(place)
+        assert journal.seq == 0 and commands(journal) == []
+        journal.append([(1.0, b"a")])
+        journal.close()
+        again = Journal(place)
+        assert commands(again) == [(1.0, b"a")]
+        again.close()
 
 
 def test_a_snapshot_replaces_the_commands_that_it_contains(tmp_path: Path) -> None:
