@@ -37,6 +37,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from astraflow.durable import sync_path
 from astraflow.errors import TrainingError
 from astraflow.models.checkpoints import STATE, StateFile, read_head, whole_checkpoints
 from astraflow.models.load import dtype_name, state_tensors
@@ -102,7 +103,7 @@ def save_checkpoint(
         if target.exists():  # a half-written one, or the same step done again after a crash
             os.rename(target, old)
         os.rename(building, target)
-        _sync(root)
+        sync_path(root)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(building, ignore_errors=True)
@@ -123,7 +124,7 @@ def save_model(target: Path, model: PreTrainedModel, source: Path) -> None:
         building.mkdir(parents=True)
         write_model(building, model, effective_tensors(model) if lora_tensors(model) else state_tensors(model), source)
         for path in building.iterdir():
-            _sync(path)
+            sync_path(path)
         shutil.rmtree(target, ignore_errors=True)
         os.rename(building, target)
     except (OSError, SafetensorError) as error:
@@ -260,7 +261,7 @@ def _write_head(building: Path, state: TrainingState) -> None:
     folder = building / STATE
     files = sorted(path for path in building.rglob("*") if path.is_file())
     for path in files:
-        _sync(path)
+        sync_path(path)
     head = StateFile(
         version=state.version,
         step=state.step,
@@ -272,19 +273,11 @@ def _write_head(building: Path, state: TrainingState) -> None:
         files={str(path.relative_to(building)): path.stat().st_size for path in files},
     )
     (folder / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(head)))
-    _sync(folder / "state.json")
-    _sync(folder)
-    _sync(building)
+    sync_path(folder / "state.json")
+    sync_path(folder)
+    sync_path(building)
 
 
 def _reason(error: OSError | SafetensorError) -> str:
     """safetensors wraps a full disk in an error of its own, which no OSError tells of."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,11 +25,12 @@ from urllib.parse import quote
 
 import msgspec
 
+from astraflow.durable import sync_path
 from astraflow.errors import WeightError
 from astraflow.types import WeightVersion
 from astraflow.weights.fetch.route import bring, verified
 from astraflow.weights.files.build import AnyBase, Building, merge_into, read_files
-from astraflow.weights.files.layout import sync_directory, write_file
+from astraflow.weights.files.layout import write_file
 from astraflow.weights.files.leases import ReaderLease, publishing, reading, retiring
 from astraflow.weights.manifest import (
     MANIFEST,
@@ -245,7 +246,7 @@ class FileStore:
         else:
             os.rename(place, target)
         if self.durable:
-            sync_directory(self.directory)
+            sync_path(self.directory)
 
     def _exists(self, content: Manifest, keep_existing: bool) -> bool:
         version = content.version

@@ -297,7 +297,7 @@ def test_tensors_outlive_their_version(tmp_path: Path) -> None:
     assert same_bits(held, make_tensors(0))
 
 
-@pytest.mark.parametrize("where", ["write_part", "sync_directory"])
+@pytest.mark.parametrize("where", ["write_part", "sync_path"])
 def test_a_publisher_killed_half_way_leaves_what_was_there(tmp_path: Path, where: str) -> None:
     store = FileStore(tmp_path, "actor")
     store.publish(0, make_tensors())

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from astraflow.durable import sync_path
 from astraflow.errors import JournalError
 
 _MAGIC = b"astraflow-snapshot 2 "
@@ -59,7 +60,7 @@ def write_snapshot(directory: Path, snapshot: Snapshot) -> None:
                 os.fsync(file.fileno())
         for draft, path in zip(drafts, paths, strict=True):
             draft.replace(path)
-        sync_directory(directory)
+        sync_path(directory)
     except OSError as error:
         for draft in drafts:
             with suppress(OSError):
@@ -96,12 +97,3 @@ def delete_snapshots(directory: Path, before: int) -> None:
             path.unlink(missing_ok=True)
     for path in directory.glob("snapshot-*.new"):
         path.unlink(missing_ok=True)
-
-
-def sync_directory(directory: Path) -> None:
-    """The names in `directory` are on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

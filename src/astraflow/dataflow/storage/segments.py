@@ -19,8 +19,8 @@ from pathlib import Path
 import pyarrow as pa
 import xxhash
 
-from astraflow.dataflow.journal.snapshots import sync_directory
 from astraflow.dataflow.machine.records import Put
+from astraflow.durable import sync_path
 from astraflow.errors import JournalError
 from astraflow.wire.local import MIN_BYTES, Body, place_of
 
@@ -123,7 +123,7 @@ class Segments:
             body.path.rename(path)
             if self._fsync:
                 self._unsynced.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-                sync_directory(self._directory)
+                sync_path(self._directory)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise JournalError(
@@ -255,7 +255,7 @@ class Segments:
     def _create(self, number: int) -> int:
         file = os.open(self._path(number), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
         if self._fsync:
-            sync_directory(self._directory)
+            sync_path(self._directory)
         return file
 
     def _path(self, number: int) -> Path:

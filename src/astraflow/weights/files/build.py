@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from astraflow.durable import sync_path
 from astraflow.errors import WeightError
 from astraflow.weights.delta.merge import merge
-from astraflow.weights.files.layout import index_json, plan_parts, sync_directory, write_file, write_part
+from astraflow.weights.files.layout import index_json, plan_parts, write_file, write_part
 from astraflow.weights.manifest import INDEX, MANIFEST, Delta, FileEntry, Manifest, Part, TensorEntry, is_file_name
 from astraflow.weights.tensors import checksum
 
@@ -109,7 +110,7 @@ class Building:
         )
         write_file(place / MANIFEST, [memoryview(msgspec.json.encode(manifest))], sync=self._sync)
         if self._sync:
-            sync_directory(place)
+            sync_path(place)
 
 
 def merge_into(place: Path, base: int, deltas: list[list[Any]]) -> Delta:

@@ -91,12 +91,3 @@ def write_file(path: Path, pieces: Iterable[memoryview], *, sync: bool) -> None:
             os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def sync_directory(path: Path) -> None:
-    """Make a rename or a new entry durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
