@@ -337,11 +337,9 @@ def bind(host: str, port: int, setting: str) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         sock.listen(1024)
-    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
+    except (OSError, UnicodeError, OverflowError) as error:  # UnicodeError: no name of a host; OverflowError: no port
         sock.close()
-        foreign = (
-            not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-        )
+        foreign = isinstance(error, UnicodeError | socket.gaierror) or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL
         fix = "the host must be an address of this machine" if foreign else "choose another port, or 0 for any free one"
         reason = error.strerror if isinstance(error, OSError) else error
         raise LaunchError(setting, f"{host}:{port}", f"cannot be bound ({reason})", fix) from error

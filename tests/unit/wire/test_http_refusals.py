@@ -162,6 +162,8 @@ def test_a_used_port_is_named_with_its_setting() -> None:
     with pytest.raises(LaunchError, match=rf"dataflow.port=127.0.0.1:{port} cannot be bound .*; choose another port"):
         bind("127.0.0.1", port, "dataflow.port")
     taken.close()
+    with pytest.raises(LaunchError, match=r"dataflow.port=127.0.0.1:99999 cannot be bound .*; choose another port"):
+        bind("127.0.0.1", 99999, "dataflow.port")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "example.org"])
