@@ -29,6 +29,7 @@ from astraflow.rollout.worker.channel import Hello
 from astraflow.types import Episode, EpisodeLease, Sampling, Task
 from astraflow.weights.client import WeightClient
 from astraflow.wire.app import bind, serve
+from astraflow.workflows.load import build_workflow
 
 NODE_ID = "local"
 
@@ -96,9 +97,10 @@ def play_leases(
     """Play these; each is handed over when it ends, in no order.
 
     Args: models: policy -> model directory or built-in name, in place of those of the run file.
-    Raises: ModelError: a model cannot be used. EngineError: an engine ended. AstraFlowError: the workflow cannot be
-    built.
+    Raises: ModelError: a model cannot be used. EngineError: an engine ended. Problem, ConfigError: the workflow cannot
+    be built, which is said before an engine starts.
     """
+    build_workflow(config.workflow, sorted(config.policies))
     sections = {
         name: section
         if section.remote
