@@ -39,7 +39,7 @@ TARGET = 0.8
 STALENESS = 3
 SHORT_S = 20.0  # of runs of which only the time of a step counts
 SINGLE_S = 60.0  # limit of each run of one policy
-PARTS = ("modelled", "breakdown", "real", "trl")
+PARTS = ("modelled", "synchronous", "breakdown", "real", "trl")
 ONCE = ("breakdown", "real")  # with the first seed alone
 
 
@@ -57,10 +57,11 @@ def main() -> None:
     """Measure and write `results/multi_policy.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--seconds", type=float, default=120.0, help="limit of each run")
+    parser.add_argument("--seconds", type=float, default=180.0, help="limit of each run")
     parser.add_argument("--until", type=float, default=TARGET, help="reward of each policy")
     parser.add_argument("--peers", type=Path, default=Path(".venv-peers/bin/python"), help="Python that has TRL")
     parser.add_argument("--parts", default=",".join(PARTS), help="which to measure")
+    parser.add_argument("--starts", type=Path, default=None, help="keep start weights in this folder for another time")
     parser.add_argument("--quick", action="store_true", help="two minutes: one seed, few steps, writes no result")
     args = parser.parse_args()
     if args.quick:
@@ -74,7 +75,8 @@ def main() -> None:
         seeds = [int(seed) for seed in args.seeds.split(",")]
         for seed in seeds:
             folder = Path(place) / str(seed)
-            work = Work(seed, folder, warm_start(folder / "start", seed), Limits(args.until, args.seconds))
+            start = (args.starts.resolve() if args.starts else Path(place)) / f"start-{seed}"
+            work = Work(seed, folder, warm_start(start, seed), Limits(args.until, args.seconds))
             _measure(work, parts if seed == seeds[0] else [p for p in parts if p not in ONCE], rows)
         if "trl" in parts:
             _single(Path(place), args, rows)
@@ -88,8 +90,9 @@ def main() -> None:
 def _measure(work: Work, parts: Sequence[str], rows: list[dict[str, Any]]) -> None:
     if "modelled" in parts:
         _note(rows, work, "modelled", "loop, shared", _loop(work, "shared"))
-        _note(rows, work, "modelled", "ours, max_staleness 0", _ours(work, 0))
         _note(rows, work, "modelled", "ours", _ours(work, STALENESS))
+    if "synchronous" in parts:
+        _note(rows, work, "modelled", "ours, max_staleness 0", _ours(work, 0))
     if "breakdown" in parts:
         short = replace(work, limits=Limits(work.limits.until, min(SHORT_S, work.limits.seconds)))
         for form in ("split", "parallel", "overlap"):
@@ -143,7 +146,7 @@ def _loop(work: Work, form: str, real_threads: int = 0) -> Callable[[], dict[str
         threads = {"OMP_NUM_THREADS": str(max(1, real_threads))}
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=TOP, env=child_environment(None, threads),
-            timeout=work.limits.seconds + 120.0,
+            timeout=work.limits.seconds + 300.0,
         )  # fmt: skip
         if done.returncode:
             raise SystemExit(f"the loop ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
@@ -215,8 +218,9 @@ def _without_curves(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    words = {name: value for name, value in vars(args).items() if name not in ("peers", "starts")}
     return {
-        **vars(args), "peers": str(args.peers), "scale": hardware.SCALE, "gpus": hardware.GPUS,
+        **words, "scale": hardware.SCALE, "gpus": hardware.GPUS,
         "rollout_gpus": ROLLOUT_GPUS, "max_staleness": STALENESS, "call_tokens": asdict(hardware.CALL_TOKENS),
         "tool_s": asdict(hardware.TOOL_S), "decoding": asdict(hardware.Decoding()),
         "train_gpu_s_per_token": hardware.TRAIN_GPU_S_PER_TOKEN,

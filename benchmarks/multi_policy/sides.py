@@ -20,7 +20,7 @@ POLICIES = ("actor", "verifier")
 RUN_FILE = Path(__file__).parent / "run.toml"
 ROLLOUT_GPUS = 4  # where rollout and training have GPUs of their own: of both policies together
 WINDOW = 5  # steps of which the mean must be at the target, of each policy
-MARGIN = 0.02  # a run goes on until its own batches are this much above the target, so that its weights are beyond it
+MARGIN = 0.05  # a run goes on until its own batches are this much above the target, so that its weights are beyond it
 
 
 def words(start: Path, seed: int) -> list[str]:
@@ -35,8 +35,10 @@ def run_config(start: Path, seed: int, more: Sequence[str] = ()) -> RunConfig:
 
 
 def warm_start(folder: Path, seed: int) -> Path:
-    """A model directory for each policy after its warm start, in `folder`."""
+    """A model directory for each policy after its warm start, in `folder`; one that is there is taken as it is."""
     for name in POLICIES:
+        if (folder / name / "model.safetensors").exists():
+            continue
         command = astraflow_command("sft", str(RUN_FILE), "--policy", name, "--out", str(folder / name))
         command += [f"--run.seed={seed}"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=TOP, env=child_environment(None))
