@@ -21,8 +21,8 @@ MAX_MODULES = 9
 ALLOWED_CALLS = {
     "src/astraflow/weights/files/leases.py time.sleep",
     "src/astraflow/weights/store.py time.sleep",
-    # these two poll a lock or a file of another process, with a deadline; the next ends a process whose thread died, from
-    # that thread; the others are programs inside boxes
+    # these two poll a lock or a file of another process, with a deadline; the next is called by a thread that died; the
+    # others are programs inside boxes
     "src/astraflow/observe/process.py os._exit",
     "src/astraflow/sandbox/inside/candidate.py exec",
     "src/astraflow/sandbox/inside/candidate.py os._exit",
