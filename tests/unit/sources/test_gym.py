@@ -25,6 +25,7 @@ from astraflow.sources.gym import source as sources
 from astraflow.sources.gym.guard import check
 from astraflow.sources.gym.source import HOST, ReasoningGymSource
 from astraflow.types import SourceView, Task
+from recorded import recorded
 
 needs_gym = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None,
@@ -197,6 +198,7 @@ async def test_the_oracle_gets_1_and_the_null_policy_0(made):
     rng = random.Random("random policy")
     lucky = [(await graded(reward, str(rng.randrange(-9, 19)), row)).metrics["success"] for row in rows_of(made)]
     assert sum(lucky) == LUCKY
+    recorded("`reasoning_gym`, five generators", "100", oracle=1.0, null=0.0, random=sum(lucky) / 100)
 
 
 @needs_gym
@@ -273,6 +275,16 @@ def test_generators_score_their_own_answers_1_and_others_less():
         asked = [source._pool.submit("score", row["generator"], row["number"], text) for text in (row["answer"], "?")]
         right, wrong = (future.result() for future in asked)
         assert right == 1.0 > wrong, (name, right, wrong)
+
+
+@needs_gym
+def test_generators_that_make_all_their_entries_at_once_give_rows_too(careful):
+    pool = careful[0].pool
+    for name in ("acre", "gsm_symbolic", "list_functions", "word_ladder"):
+        generator = json.dumps([name, None, {}, 1])
+        rows = [pool.submit("rows", generator, "all", number, 1).result()[0] for number in (0, 1)]
+        assert rows[0]["question"] != rows[1]["question"]
+        assert [pool.submit("score", generator, row["number"], row["answer"]).result() for row in rows] == [1.0, 1.0]
 
 
 @needs_gym

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from astraflow.config.rooms import ROOMS
 from astraflow.contracts import Environment
+from astraflow.sources.calculator import CalculatorSource
 from astraflow.testing.environments.suite import check_environment
 from astraflow.types import Action, Step, Task
+from recorded import lines, recorded
 
 TASKS = [{"start": 0}, {"start": 1}]
 
@@ -29,7 +32,8 @@ def test_reports_are_equal_from_call_to_call() -> None:
 
 
 def test_tools_of_the_calculator_are_called_at_random() -> None:
-    tasks = [{"text": f"{a}*{b}?", "answer": str(a * b)} for a, b in ((3, 4), (9, 9))]
+    source = CalculatorSource(split="heldout")
+    tasks = [source.row(row) for row in range(len(source))]
 
     def oracle(task: Task, told: list[Step], chance: Any) -> Action | str:
         return (
@@ -37,7 +41,12 @@ def test_tools_of_the_calculator_are_called_at_random() -> None:
         )
 
     report = check_environment("calculator", tasks, oracle=oracle)
-    assert report.oracle == pytest.approx(1.0) and report.random < 0.2
+    recorded("`calculator`", "60 held out", oracle=report.oracle, null=report.null, random=report.random)
+
+
+def test_every_environment_that_ships_is_recorded() -> None:
+    shown = {line.split("`")[1] for line in lines()}
+    assert set(ROOMS["environments"]) <= shown
 
 
 class Falls(Environment):

@@ -15,6 +15,7 @@ from astraflow.environments.adapters.gymnasium import KNOWN, Gymnasium
 from astraflow.errors import Problem
 from astraflow.testing.environments.suite import check_environment, reward_of_chance
 from astraflow.types import Action, Step, Task
+from recorded import recorded
 
 SEEDS = [{"seed": seed} for seed in (0, 1, 2)]
 
@@ -74,18 +75,12 @@ def test_oracle_null_and_random(name: str, options: dict[str, Any], oracle: Any,
     spec = {"type": "gymnasium", "id": name, "options": options, "show": show, "reward": "success"}
     seeds = [{"seed": seed} for seed in range(60) if name != "Blackjack-v1" or _can_win(seed)][:3]
     policy = oracle(name, **options) if oracle is planned else oracle
-    report = check_environment(spec, seeds, oracle=policy, actions=KNOWN[name.partition("-v")[0]].actions)
-    assert report.oracle == 1.0 and report.null == 0.0 and report.random < 1.0
-
-
-@pytest.mark.parametrize(
-    ("name", "reward"), [("FrozenLake-v1", 0.03), ("Blackjack-v1", 0.24), ("CliffWalking-v1", 0.0)]
-)
-def test_what_chance_earns_is_recorded(name: str, reward: float) -> None:
-    options = {"is_slippery": False} if name == "FrozenLake-v1" else {}
-    spec = {"type": "gymnasium", "id": name, "options": options, "reward": "success"}
     words = KNOWN[name.partition("-v")[0]].actions
-    assert reward_of_chance(spec, [{"seed": seed} for seed in range(100)], words) == pytest.approx(reward)
+    report = check_environment(spec, seeds, oracle=policy, actions=words)
+    assert report.oracle == 1.0 and report.null == 0.0 and report.random < 1.0
+    chance = reward_of_chance(spec, [{"seed": seed} for seed in range(100)], words)
+    what = f"`gymnasium` {name}" + ", not slippery" * bool(options)
+    recorded(what, "100 seeds", oracle=report.oracle, null=report.null, random=chance)
 
 
 def _can_win(seed: int) -> bool:

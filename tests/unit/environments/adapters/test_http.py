@@ -17,6 +17,7 @@ from astraflow.testing.environments.served import EnvironmentService, Served
 from astraflow.testing.environments.suite import check_environment
 from astraflow.types import Action, Step, Task
 from astraflow.wire.streams import web
+from recorded import recorded
 from world_samples import Counter
 
 TASK = Task("t", 0, 0, {"start": 0})
@@ -61,6 +62,7 @@ def test_it_is_an_environment_as_any_other() -> None:
             {"type": "http", "url": url}, tasks, oracle=lambda task, told, chance: str(int(told[-1].text[:-1]) + 1),
             actions=["1", "2", "3"],
         )  # fmt: skip
+    recorded("`http`, a counter", "2", oracle=report.oracle, null=report.null, random=report.random)
     assert report == check_environment(
         "world_samples:Counter", tasks, oracle=lambda task, told, chance: str(int(told[-1].text[:-1]) + 1),
         actions=["1", "2", "3"],

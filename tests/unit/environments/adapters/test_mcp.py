@@ -23,6 +23,7 @@ from astraflow.environments.worlds import World, Worlds
 from astraflow.errors import EpisodeError, Problem
 from astraflow.testing.environments.suite import check_environment
 from astraflow.types import Action, Step, Task
+from recorded import recorded
 
 COMMAND = [sys.executable, str(Path(mcp_tools.__file__))]
 TASK = Task("t", 0, 0, {"question": "2+3?", "answer": "5"})
@@ -192,7 +193,10 @@ def test_what_cannot_work_is_refused_before_the_run(options: dict[str, Any], wor
 
 def test_oracle_and_null() -> None:
     def oracle(task: Task, told: list[Step], chance: Any) -> Action | str:
-        return tool("add", a=2, b=3) if len(told) == 1 else told[-1].text
+        a, b = task["question"][:-1].split("+")
+        return tool("add", a=int(a), b=int(b)) if len(told) == 1 else told[-1].text
 
     spec = {**SPEC, "command": [*COMMAND, "pure"]}
-    assert check_environment(spec, [TASK.fields], oracle=oracle, actions=["5", "6"], max_turns=3).oracle == 1.0
+    tasks = [{"question": f"{a}+{b}?", "answer": str(a + b)} for a in range(2, 5) for b in range(3, 6)]
+    report = check_environment(spec, tasks, oracle=oracle, actions=[str(n) for n in range(5, 11)], max_turns=3)
+    recorded("`mcp`, a tool that adds", "9", oracle=report.oracle, null=report.null, random=report.random)

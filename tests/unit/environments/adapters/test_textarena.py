@@ -14,6 +14,7 @@ from astraflow.environments.adapters.textarena import TextArena, nltk, random_mo
 from astraflow.errors import Problem
 from astraflow.testing.environments.suite import check_environment, reward_of_chance
 from astraflow.types import Action, Step, Task
+from recorded import recorded
 
 SEEDS = [{"seed": seed} for seed in range(4)]
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
@@ -52,13 +53,9 @@ def last_card(told: str, chance: random.Random) -> str:
 def test_nim_against_a_random_opponent() -> None:
     spec = {"type": "textarena", "id": "Nim-v0", "players": 2, "opponent": "random"}
     report = check_environment(spec, SEEDS, oracle=nim_player, actions=["[0 1]", "[1 1]", "[2 1]"], null=-1.0)
-    assert report.oracle == 1.0 and report.random < 1.0
-
-
-def test_what_chance_earns_at_nim_is_recorded() -> None:
-    spec = {"type": "textarena", "id": "Nim-v0", "players": 2, "opponent": "random"}
-    seeds = [{"seed": seed} for seed in range(100)]
-    assert reward_of_chance(spec, seeds, ["[0 1]", "[1 1]", "[2 1]"]) == pytest.approx(-0.66)
+    chance = reward_of_chance(spec, [{"seed": seed} for seed in range(100)], ["[0 1]", "[1 1]", "[2 1]"])
+    what = "`textarena` Nim-v0 against chance"
+    recorded(what, "100 seeds", oracle=report.oracle, null=report.null, random=chance)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +79,11 @@ def first_column(told: str, chance: random.Random) -> str:
 
 def test_guess_the_number_alone() -> None:
     spec = {"type": "textarena", "id": "GuessTheNumber-v0"}
-    assert check_environment(spec, SEEDS, oracle=bisect, actions=["[1]", "[2]"], null=None).oracle == 1.0
+    words = [f"[{number}]" for number in range(1, 21)]
+    report = check_environment(spec, SEEDS, oracle=bisect, actions=words, null=None)
+    chance = reward_of_chance(spec, [{"seed": seed} for seed in range(100)], words)
+    what = "`textarena` GuessTheNumber-v0"
+    recorded(what, "100 seeds", oracle=report.oracle, null=report.null, random=chance)
 
 
 @pytest.mark.parametrize("name", ["TicTacToe-v0", "KuhnPoker-v0", "Nim-v0"])

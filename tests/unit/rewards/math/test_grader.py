@@ -22,6 +22,7 @@ from astraflow.sources.gsm8k import Gsm8kSource
 from astraflow.sources.svamp import SvampSource
 from astraflow.types import Outcome, Task
 from hashed import said_by_each
+from recorded import recorded
 
 TABLE = Path(__file__).parents[3] / "support" / "answer_forms.jsonl"
 FORMS = [json.loads(line) for line in TABLE.read_text().splitlines()]
@@ -192,9 +193,11 @@ def test_a_missing_package_and_wrong_settings_are_named_before_anything_starts(m
 
 
 @pytest.mark.parametrize(
-    ("source", "lucky"), [(Gsm8kSource(), 44), (Gsm8kSource(split="test"), 8), (SvampSource(split="all"), 9)]
-)
-def test_the_oracle_gets_1_the_null_policy_0_and_a_random_one_what_is_recorded(source, lucky):
+    ("tasks", "source", "lucky"),
+    [("7,473 of GSM8K", Gsm8kSource(), 44), ("1,319 of GSM8K, test", Gsm8kSource(split="test"), 8),
+     ("1,000 of SVAMP", SvampSource(split="all"), 9)],
+)  # fmt: skip
+def test_the_oracle_gets_1_the_null_policy_0_and_a_random_one_what_is_recorded(tasks, source, lucky):
     """Without algebra. `lucky`: how many answers a random number below 100 hits."""
     reward, rng, hits = Math(verify=False), random.Random("random policy"), 0.0
     for index in range(len(source)):
@@ -204,6 +207,7 @@ def test_the_oracle_gets_1_the_null_policy_0_and_a_random_one_what_is_recorded(s
         assert reward("I do not know.", row).reward == 0.0
         hits += reward(boxed(rng.randrange(100)), row).reward
     assert hits == lucky
+    recorded("`math`", tasks, oracle=1.0, null=0.0, random=hits / len(source))
 
 
 def test_verdicts_do_not_depend_on_the_process_or_its_hashes():
