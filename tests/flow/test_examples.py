@@ -159,7 +159,8 @@ def test_a_stage_of_ones_own(place: Path) -> None:
 
 
 def has_trl(python: str) -> bool:
-    code = "import importlib.util as u, sys; sys.exit(not all(u.find_spec(m) for m in ('trl', 'msgspec', 'uvicorn')))"
+    needed = ("trl", "datasets", "msgspec", "uvicorn")
+    code = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {needed})))"
     try:
         return subprocess.run([python, "-c", code], timeout=60, check=False).returncode == 0
     except OSError:

@@ -70,7 +70,8 @@ class RunDirectory:
             return config_from_json(self.config_file.read_bytes(), str(self.config_file))
         except ConfigError as error:
             hint = f"{self.config_file.name} is written by AstraFlow; go on with the version that wrote it"
-            raise ConfigError(error.origin, [*error.problems, hint]) from None
+            *others, last = error.problems
+            raise ConfigError(error.origin, [*others, f"{last} ({hint})"]) from None
         except FileNotFoundError as error:
             raise LaunchError(
                 "run directory", str(self.path), "holds no run", "give the directory of a run, such as runs/quickstart"

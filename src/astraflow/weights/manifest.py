@@ -146,7 +146,7 @@ def read_manifest(payload: bytes | memoryview, policy: str, version: int, where:
 
     Raises: TornPart: damaged. WeightError: of another format, policy or version.
     """
-    if (found := decoded(payload, _Format, where).format) != FORMAT:
+    if (found := decoded(payload, _Format, where, "manifest").format) != FORMAT:
         raise WeightError(
             "manifest.format", found, f"must be {FORMAT}", f"use the AstraFlow version that wrote {where}"
         )
@@ -172,12 +172,12 @@ def read_delta(payload: bytes | memoryview, version: int, base: int, where: str)
     return delta
 
 
-def decoded(payload: bytes | memoryview, kind: type[R], where: str) -> R:
-    """What a store said, as a `kind`. Raises: TornPart: it is none."""
+def decoded(payload: bytes | memoryview, kind: type[R], where: str, what: str = "") -> R:
+    """What a store said, as a `kind` (or `what`, as it is called). Raises: TornPart: it is none."""
     try:
         return msgspec.json.decode(payload, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise _torn(where, f"is not a {kind.__name__.lower()} ({error})") from error
+        raise _torn(where, f"is not a {what or kind.__name__.lower()} ({error})") from error
 
 
 def _check_files(files: Sequence[Part | FileEntry], where: str) -> None:
