@@ -130,7 +130,7 @@ gpu: $(VENV)/.dev  ## what only a large GPU can show, in 8 minutes (tests/gpu/ru
 
 faults: $(VENV)/.dev  ## kill, delay, cut and corrupt: the accounting law must hold
 	@OMP_NUM_THREADS=1 $(BIN)/python -m astraflow.testing.faults
-	@$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+	@$(BIN)/python -m pytest -m faults tests/faults tests/flow $(ARGS)
 
 soak: $(VENV)/.dev  ## 300 steps of 1 MB rollouts: memory, open files and disk stay flat
 	@$(BIN)/python -m astraflow.testing.faults.soak $(ARGS)
