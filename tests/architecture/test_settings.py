@@ -1,11 +1,13 @@
-"""Changing any setting of the run file changes what all processes are given, or is refused."""
+"""Changing any setting of the run file changes what all processes are given, or is refused; and somebody reads it."""
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -135,3 +137,25 @@ def test_a_changed_setting_changes_what_is_resolved_or_is_refused(path: tuple[st
     taken = next((resolved for resolved in values if resolved is not None), None)
     assert taken is not None or str(path[-1]) in REFUSED, "no other value is taken"
     assert taken is None or at(taken, path) != before, "it is dropped without a word"
+
+
+SOURCE = Path(__file__).parents[2] / "src" / "astraflow"
+DECLARE = ("config/schema.py", "config/sections", "config/checks")  # what reads settings only to refuse them
+BY_SECTIONS = {"kl", "teacher"}  # properties of their sections read them
+
+
+def names_of(schema: Any) -> Iterator[str]:
+    """Of all settings below a schema."""
+    for inner in get_args(schema):
+        yield from names_of(inner)
+    if isinstance(schema, type) and issubclass(schema, BaseModel):
+        for name, field in schema.model_fields.items():
+            yield name
+            yield from names_of(field.annotation)
+
+
+def test_every_setting_is_read() -> None:
+    files = [path for path in SOURCE.rglob("*.py") if not path.relative_to(SOURCE).as_posix().startswith(DECLARE)]
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())))
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    assert set(names_of(RunConfig)) - read == BY_SECTIONS, "settings that nothing reads"

@@ -198,7 +198,8 @@ class OneWrite:
 
 class QuietServer(uvicorn.Server):
     """Signals belong to the process that hosts the server, not to the server. It hardly wakes up, where uvicorn's own
-    does ten times a second. It closes connections whose client owes the rest of a request and says no more."""
+    does ten times a second. It closes connections whose client owes the rest of a request and says no more, and leaves
+    none open when it ends."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -215,6 +216,12 @@ class QuietServer(uvicorn.Server):
                 async with asyncio.timeout(SILENT_S / 4):
                     await self._over.wait()
             self._cut_silent(asyncio.get_running_loop().time() - SILENT_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        for connection in tuple(self.server_state.connections):  # of a client that did not take its answer in time
+            connection.transport.cut()  # type: ignore[attr-defined, union-attr]
+        await asyncio.sleep(0)  # the loop closes them now, and may be gone after this
 
     def _cut_silent(self, since: float) -> None:
         for connection in tuple(self.server_state.connections):

@@ -131,9 +131,9 @@ def test_close_gives_back_what_is_open(bench):
 
 
 def test_heartbeats_keep_an_episode_and_cancel_it():
-    with DoorBench([lease(0)], dead_after_s=0.4) as bench, Swarm(bench.url) as swarm:
+    with DoorBench([lease(0)], dead_after_s=1.5) as bench, Swarm(bench.url) as swarm:
         play = swarm.lease()
-        threading.Event().wait(1.0)
+        threading.Event().wait(2.5)
         assert not play.cancelled and not bench.returned
         bench.call(lambda: bench.swarm.runner.cancel([(play.episode_id, 1)]))
         bench.wait_for(lambda: play.cancelled)

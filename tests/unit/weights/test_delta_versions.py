@@ -137,6 +137,21 @@ def test_a_server_without_a_chain_says_so(chain: FileStore) -> None:
         client.close()
 
 
+def test_a_delta_that_is_torn_on_its_way_is_read_again(chain: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, counts, read, torn = bring(chain, None, 4), Counts(), chain.read, [0]
+
+    def read_torn(version: int, entry: Any) -> Any:
+        buffer = read(version, entry)
+        if torn:
+            buffer[len(buffer) // 2] ^= 1
+            torn.pop()
+        return buffer
+
+    monkeypatch.setattr(chain, "read", read_torn)
+    assert same_bits(bring(chain, held, 5, counts=counts).tensors, model(5))
+    assert (counts.torn_parts, counts.deltas, counts.refused_deltas) == (1, 1, 0)
+
+
 @pytest.mark.parametrize("wrong", ["bytes", "content", "base"])
 def test_a_delta_that_leads_elsewhere_is_refused_counted_and_replaced_by_a_full_fetch(
     chain: FileStore, wrong: str

@@ -70,3 +70,16 @@ def test_who_waits_for_an_answer_and_who_is_idle_between_requests_is_left(monkey
         assert is_closed_after(sock, 0.6) is None
         sock.sendall(b"GET /hea")
         assert is_closed_after(sock, 5.0) is not None
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_no_connection_outlives_the_service(fast: bool) -> None:
+    """One whose client does not read its answer is cut when the grace is over."""
+    size = 32 << 20  # more than the kernel keeps for it
+    with running(fast=fast) as url:
+        sock = connected(url)
+        sock.sendall(HEAD + f"content-length: {size}\r\n\r\n".encode() + bytes(size))
+        assert sock.recv(1)
+    with closing(sock), pytest.raises(ConnectionResetError):
+        while sock.recv(1 << 20):
+            pass

@@ -109,10 +109,6 @@ class DeltaReader:
         """Whether the tensor travels whole."""
         return self._places[name][0].stream.group.encoding == "full"
 
-    def num_changed(self, name: str) -> int:
-        """Elements that travel."""
-        return sum(place.segment.count for place in self._places[name])
-
     def runs(self, name: str) -> Iterator[Run]:
         """Changed elements of a sparse tensor. Raises DamagedDelta."""
         last = -1

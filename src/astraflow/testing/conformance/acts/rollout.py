@@ -13,7 +13,6 @@ from astraflow.testing.conformance.checks.rollout import RolloutCheck
 from astraflow.testing.conformance.findings import Findings
 from astraflow.testing.conformance.rules import ROLLOUT
 from astraflow.testing.conformance.stand import (
-    DEAD_AFTER_S,
     HEARTBEAT_S,
     ActOver,
     Candidate,
@@ -135,7 +134,7 @@ def play(act: str, place: Path, candidate: Candidate) -> tuple[Findings, str]:
         run_id = stand.service.call(lambda: stand.service.shell.run_id)
         exchanges = list(stand.tap.exchanges)
         tail = stand.tail()
-    RolloutCheck(findings, run_id, DEAD_AFTER_S, stand.away).read(exchanges)
+    RolloutCheck(findings, run_id, config.dataflow.dead_after_s, stand.away).read(exchanges)
     return findings, tail
 
 

@@ -11,7 +11,7 @@ from astraflow.testing.conformance.acts.alike import ON, Acts, answers_lost, dis
 from astraflow.testing.conformance.checks.trainer import INTRUDER, StoreLook, TrainerCheck
 from astraflow.testing.conformance.findings import Findings
 from astraflow.testing.conformance.rules import TRAINER
-from astraflow.testing.conformance.stand import DEAD_AFTER_S, POLICY, ActOver, Candidate, Stand, run_file
+from astraflow.testing.conformance.stand import POLICY, ActOver, Candidate, Stand, run_file
 from astraflow.testing.conformance.tap import Exchange
 from astraflow.wire.messages import Resume
 
@@ -55,10 +55,11 @@ def a_long_wait(stand: Stand) -> None:
     late = partial(stand.seen, lambda x: x.fault == "late")
     stand.wait("ack.batch", "acknowledge a step", late)
     begin = late()[0].at
-    stand.let_pass(1.5 * DEAD_AFTER_S)
-    beats = stand.seen(lambda x: x.name == "trainer_heartbeat" and begin < x.at < begin + DEAD_AFTER_S)
+    lease_s = stand.config.dataflow.batch_lease_s
+    stand.let_pass(1.5 * lease_s)
+    beats = stand.seen(lambda x: x.name == "trainer_heartbeat" and begin < x.at < begin + lease_s)
     stand.tap.release()
-    stand.findings.hold("heartbeat", bool(beats), f"it sent no heartbeat for {DEAD_AFTER_S:g} s while it was busy")
+    stand.findings.hold("heartbeat", bool(beats), f"it sent no heartbeat for {lease_s:g} s while it was busy")
     stand.wait("ack.batch", "go on after a late answer", lambda: trained(stand) >= 2)
 
 
