@@ -34,8 +34,8 @@ from astraflow.dataflow.journal.log import Journal
 from astraflow.dataflow.journal.recovery import Logged
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.accounts import failed_by
-from astraflow.dataflow.machine.beside.consumers import topic as consumer_topic
-from astraflow.dataflow.machine.beside.stages import topic as stage_topic
+from astraflow.dataflow.machine.readers.consumers import topic as consumer_topic
+from astraflow.dataflow.machine.readers.stages import topic as stage_topic
 from astraflow.dataflow.rebuild import encode, fault_of, rebuild, void
 from astraflow.dataflow.state import Applied, Machine
 from astraflow.dataflow.storage.identity import refuse_other_data, refuse_other_run

@@ -39,15 +39,15 @@ from astraflow.contracts import Source
 from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine import commands as c
 from astraflow.dataflow.machine.admission.gate import Admission
-from astraflow.dataflow.machine.beside.consumers import Consumers
-from astraflow.dataflow.machine.beside.consumers import topic as consumer_topic
-from astraflow.dataflow.machine.beside.stages import Stages
-from astraflow.dataflow.machine.beside.stages import topic as stage_topic
 from astraflow.dataflow.machine.evaluation import Evaluation
 from astraflow.dataflow.machine.leases import Leases
 from astraflow.dataflow.machine.liveness import Liveness
 from astraflow.dataflow.machine.plan import Context, ReadTokens, plan_of
 from astraflow.dataflow.machine.queues import Queues
+from astraflow.dataflow.machine.readers.consumers import Consumers
+from astraflow.dataflow.machine.readers.consumers import topic as consumer_topic
+from astraflow.dataflow.machine.readers.stages import Stages
+from astraflow.dataflow.machine.readers.stages import topic as stage_topic
 from astraflow.dataflow.machine.records import PolicyState, State
 from astraflow.dataflow.machine.routing import Routing
 from astraflow.dataflow.machine.serving.balance import Balance

@@ -44,11 +44,11 @@ from astraflow.errors import WireError
 from astraflow.observe.logs import setup_logging
 from astraflow.observe.process import settle_memory
 from astraflow.rollout.commit import Committer, Reach
-from astraflow.rollout.far.door import lend
-from astraflow.rollout.far.places import Neighbours
 from astraflow.rollout.gateway.app import create_app, serve_within
 from astraflow.rollout.gateway.core import Gateway
 from astraflow.rollout.loop import Guarded, first_of, in_thread, run_loop
+from astraflow.rollout.neighbours.door import lend
+from astraflow.rollout.neighbours.places import Neighbours
 from astraflow.rollout.pacing.concurrency import Concurrency, adapt
 from astraflow.rollout.policies import PolicyOptions, served_here
 from astraflow.rollout.pool import PoolLimits, WorkerPool

@@ -31,8 +31,8 @@ from astraflow.models.remote.transcript import Transcript
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.gateway.tools import parser_for
 from astraflow.rollout.loop import in_thread
-from astraflow.rollout.served import ServedCheck
 from astraflow.rollout.serving.past import Past
+from astraflow.rollout.swap_check import ServedCheck
 from astraflow.types import Adapter, WeightVersion
 from astraflow.weights.client import Fetched, WeightClient
 

@@ -43,6 +43,7 @@ from astraflow.training.guards.batches import SKIPPED, check_rows, keeping_skipp
 from astraflow.training.guards.memory import naming_memory
 from astraflow.training.guards.packed import prepared_scoring
 from astraflow.training.guards.resumed import check_same_model
+from astraflow.training.multi.bases import Bases
 from astraflow.training.optimize.flops import StepCost, peak_tflops
 from astraflow.training.optimize.frozen import freeze
 from astraflow.training.optimize.minibatches import groups_of
@@ -52,7 +53,6 @@ from astraflow.training.reference import KlPenalty, check_tokens, load_reference
 from astraflow.training.saver import Saver
 from astraflow.training.sft import Company, warm_start
 from astraflow.training.step import StepCounts, Stepper, StepSettings
-from astraflow.training.together.bases import Bases
 from astraflow.training.trained import load_trained
 from astraflow.types import EffectiveWeights
 from astraflow.weights.store import FileStore, Pins

@@ -18,9 +18,9 @@ from astraflow.models.lora.adapter import BASE, CONFIG, TENSORS, read_adapter, w
 from astraflow.models.lora.layers import add_lora, effective_tensors, load_lora, lora_tensors, peft_names
 from astraflow.models.lora.merge import merged_weight
 from astraflow.training.checkpoint import ADAPTER, TrainingState, model_files, write_adapter
+from astraflow.training.multi.bases import Bases
 from astraflow.training.parallel.loading import open_model
 from astraflow.training.parallel.ranks import ALONE, Ranks, device_of
-from astraflow.training.together.bases import Bases
 from astraflow.types import Adapter
 
 Tensors = Mapping[str, torch.Tensor]

@@ -46,10 +46,10 @@ from astraflow.observe.process import settle_memory, stop_signals
 from astraflow.training.feed.publisher import announced
 from astraflow.training.feed.session import Interrupted, TrainerSession
 from astraflow.training.learner import Learner
+from astraflow.training.multi.bases import Bases
+from astraflow.training.multi.policies import train_all
 from astraflow.training.parallel.ranks import ALONE, RankPlace, Ranks, joined
 from astraflow.training.step import StepInterrupted
-from astraflow.training.together.bases import Bases
-from astraflow.training.together.policies import train_all
 from astraflow.types import BatchHeader
 from astraflow.weights.server import ServerProcess, start_server
 

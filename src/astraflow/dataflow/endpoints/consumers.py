@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from astraflow.dataflow.endpoints.asking import check_there, deadline_in, drop_damaged, refusals, wait_for
 from astraflow.dataflow.machine import commands as c
-from astraflow.dataflow.machine.beside.consumers import topic
+from astraflow.dataflow.machine.readers.consumers import topic
 from astraflow.dataflow.machine.records import Batch
 from astraflow.dataflow.shell import Shell
 from astraflow.dataflow.storage.batches import batch_table

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from astraflow.config.stages import TASK_COLUMN, StagePlan
 from astraflow.dataflow.endpoints.asking import check_alive, deadline_in, drop_damaged, refusals, wait_for
 from astraflow.dataflow.machine import commands as c
-from astraflow.dataflow.machine.beside.stages import topic
+from astraflow.dataflow.machine.readers.stages import topic
 from astraflow.dataflow.machine.records import StagedEntry
 from astraflow.dataflow.shell import Shell
 from astraflow.dataflow.storage.columns import staged_rows, token_counts

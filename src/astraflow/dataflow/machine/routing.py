@@ -16,12 +16,12 @@ import msgspec
 
 from astraflow.dataflow.machine import accounts
 from astraflow.dataflow.machine.admission.gate import Admission
-from astraflow.dataflow.machine.beside.consumers import Consumers
-from astraflow.dataflow.machine.beside.stages import Passed, Stages
 from astraflow.dataflow.machine.commands import Happened
 from astraflow.dataflow.machine.evaluation import Evaluation, success_of
 from astraflow.dataflow.machine.plan import Context
 from astraflow.dataflow.machine.queues import Queues
+from astraflow.dataflow.machine.readers.consumers import Consumers
+from astraflow.dataflow.machine.readers.stages import Passed, Stages
 from astraflow.dataflow.machine.records import Added, Entry, OpenGroup, Part, QueuedGroup, split_id
 from astraflow.dataflow.operators.chain import Chain
 from astraflow.errors import DataflowError, JournalError

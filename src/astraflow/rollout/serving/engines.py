@@ -9,14 +9,14 @@ from functools import partial
 
 from astraflow.config.schema import RunConfig
 from astraflow.contracts import Engine
-from astraflow.rollout.far.engine import FarEndpoint, FarEngine
-from astraflow.rollout.far.places import Neighbours
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
 from astraflow.rollout.loop import Guarded, in_thread
+from astraflow.rollout.neighbours.engine import FarEndpoint, FarEngine
+from astraflow.rollout.neighbours.places import Neighbours
 from astraflow.rollout.policies import PolicyOptions, Weights, directory_of, start_policy
-from astraflow.rollout.served import ServedCheck
 from astraflow.rollout.serving.past import Past
 from astraflow.rollout.serving.sharing import number_of_engines, shared_engines
+from astraflow.rollout.swap_check import ServedCheck
 from astraflow.types import Episode, WeightVersion
 from astraflow.weights.client import WeightClient
 

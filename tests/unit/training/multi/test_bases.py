@@ -14,7 +14,7 @@ from astraflow.config.schema import RunConfig
 from astraflow.models.load import state_tensors
 from astraflow.testing.engines.effective import random_batch, write_model
 from astraflow.training.learner import Learner
-from astraflow.training.together.bases import Bases
+from astraflow.training.multi.bases import Bases
 
 STEPS = 3
 POLICIES: dict[str, dict[str, Any]] = {

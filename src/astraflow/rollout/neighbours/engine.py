@@ -24,8 +24,8 @@ import numpy as np
 
 from astraflow.contracts import TokenSink
 from astraflow.errors import AstraFlowError, EngineError
-from astraflow.rollout.far.places import Neighbours, Place, kind_of
 from astraflow.rollout.gateway.endpoint import PolicyEndpoint
+from astraflow.rollout.neighbours.places import Neighbours, Place, kind_of
 from astraflow.types import Adapter, EffectiveWeights, EpisodeLease, FinishReason, Generation, Sampling
 from astraflow.wire.streams.engines import Asked, Piece
 from astraflow.wire.streams.web import Lost, Refused

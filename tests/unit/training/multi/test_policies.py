@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from astraflow.training.together.policies import train_all
+from astraflow.training.multi.policies import train_all
 
 
 def test_all_are_trained_at_once() -> None:

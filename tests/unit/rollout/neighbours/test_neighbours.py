@@ -12,9 +12,9 @@ import pytest
 from astraflow.contracts import Engine
 from astraflow.engines.scripted import Reply, ScriptedEngine
 from astraflow.errors import EngineError
-from astraflow.rollout.far.door import create_engine_app
-from astraflow.rollout.far.engine import FarEngine
-from astraflow.rollout.far.places import Neighbours, Place
+from astraflow.rollout.neighbours.door import create_engine_app
+from astraflow.rollout.neighbours.engine import FarEngine
+from astraflow.rollout.neighbours.places import Neighbours, Place
 from astraflow.types import EpisodeLease, Generation, Sampling, Task
 from astraflow.wire.app import bind, serve
 from astraflow.wire.messages import Offer

@@ -14,7 +14,7 @@ import pytest
 from astraflow.engines.local import LocalEngine
 from astraflow.engines.scripted import ScriptedEngine
 from astraflow.rollout.policies import Weights
-from astraflow.rollout.served import ServedCheck
+from astraflow.rollout.swap_check import ServedCheck
 from astraflow.testing.engines.effective import random_batch, run_config, write_model
 from astraflow.training.learner import Learner
 from astraflow.types import Adapter, EffectiveWeights, WeightVersion
