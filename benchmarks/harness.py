@@ -68,9 +68,13 @@ class Result:
         return path
 
     def show(self) -> None:
-        """Print rows and checks as tables."""
+        """Print rows, those of the same columns together, and checks as tables."""
         console = Console(width=None if os.isatty(1) else 160)
-        console.print(table(self.question, self.rows))
+        alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for row in self.rows:
+            alike.setdefault(tuple(_columns(row)), []).append(row)
+        for rows in alike.values():
+            console.print(table(self.question, rows))
         if self.checks:
             console.print(table("checks", [asdict(check) for check in self.checks]))
 
@@ -92,13 +96,17 @@ def run_side(
 def table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
     """A table over the union of the rows' keys, in order of appearance; nested values are in the file only."""
     rows = list(rows)
-    columns = list(dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, dict)))
+    columns = list(dict.fromkeys(key for row in rows for key in _columns(row)))
     shown = Table(title=title)
     for column in columns:
         shown.add_column(column, overflow="fold")
     for row in rows:
         shown.add_row(*[_cell(row.get(column)) for column in columns])
     return shown
+
+
+def _columns(row: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in row.items() if not isinstance(value, dict)]
 
 
 def _cell(value: Any) -> str:
