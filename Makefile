@@ -1,4 +1,5 @@
 # The one list of commands. `make help` prints it. VENV and PYTHON can be given: make test VENV=/tmp/venv PYTHON=python3.12
+# WORKERS of the tests: one more than two cores have, since tests of whole services wait for half of their time.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 VENV ?= .venv
@@ -10,6 +11,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
+WORKERS ?= 3
 
 .PHONY: help setup sandbox quickstart two-nodes smollm2 mixed-pool test test-vllm test-sglang test-verifiers gpu lint format types faults soak openapi bench-loop bench-training bench-context bench-engines bench-quickstart bench-gateway bench-data-algorithms bench-dataflow bench-weights bench-pool bench-sandbox bench-retrieval bench-graders bench-regions bench-scaling bench-multi-policy bench-collaboration bench-peers bench-peers-tq bench-check two-hosts clean
 
@@ -86,7 +88,7 @@ sandbox:
 	fi
 
 test: $(VENV)/.dev sandbox lint types  ## everything that CI checks: lint, types, all tests
-	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not gpu and not vllm and not sglang and not verifiers" $(TESTS) $(ARGS)
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not faults and not gpu and not vllm and not sglang and not verifiers" $(TESTS) $(ARGS)
 
 # vLLM pins other versions than we do, and its CPU build cannot be imported beside the packages that are removed.
 $(VLLM)/.ready: $(VENV)/.python Makefile

@@ -42,6 +42,7 @@ def processes(run: LaunchedRun) -> set[int]:
     return {pid for role in ("dataflow", "trainer", "node") for pid in run.pids(role)}  # type: ignore[arg-type]
 
 
+@pytest.mark.faults
 def test_every_process_is_replaced_when_it_is_killed(tmp_path: Path) -> None:
     with started(tmp_path, "--run.steps=40", "--run.checkpoint_every=5", recipe="quickstart") as run:
         run.wait_for_step(2)

@@ -32,7 +32,9 @@ MARKS = {
             reason="reasoning-gym is not here: pip install 'astraflow[reasoning-gym]'",
         )
     ],
-    "smollm2-gsm8k": [pytest.mark.faults],  # half a minute: `make faults`
+    "search": [pytest.mark.faults],  # half a minute each: `make faults`
+    "smollm2-arithmetic": [pytest.mark.faults],
+    "smollm2-gsm8k": [pytest.mark.faults],
     "smollm2-svamp": [pytest.mark.faults],
 }
 SMALL = (

@@ -66,6 +66,7 @@ def worker_of(run: LaunchedRun, stage: str) -> int:
     return pid
 
 
+@pytest.mark.faults
 def test_every_row_has_its_columns_once_though_workers_are_killed(tmp_path: Path) -> None:
     run = LaunchedRun.start(tmp_path, "quickstart", *SMALL, *STAGES)
     ledger = Ledger(run.directory)

@@ -11,6 +11,7 @@ from astraflow.testing.faults.swarm.drill import swarm_drill
 pytestmark = pytest.mark.flow
 
 
+@pytest.mark.faults
 def test_clients_that_die_cost_only_their_leases(tmp_path: Path) -> None:
     result = swarm_drill(tmp_path, tmp_path / "cache", 1, clients=5, tasks=30, kill_node=False)
     assert not result.problems, result

@@ -26,7 +26,7 @@ def run(out: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]
     """The script under this interpreter."""
     environment = {**os.environ, "OUT": str(out), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **more}
     return subprocess.run(
-        ["bash", str(SCRIPT), *words], capture_output=True, text=True, env=environment, timeout=170, cwd=out
+        ["bash", str(SCRIPT), *words], capture_output=True, text=True, env=environment, timeout=280, cwd=out
     )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def summary_of(out: Path) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_dry_run_goes_through_all_parts(tmp_path):
     done = run(tmp_path, "--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,7 +17,7 @@ from astraflow.testing.forked import _CONTEXT, ForkedProcess
 
 
 def run_ranks(
-    num_ranks: int, work: Callable[..., Any], place: Path, *arguments: Any, limit_s: float = 60.0
+    num_ranks: int, work: Callable[..., Any], place: Path, *arguments: Any, limit_s: float = 150.0
 ) -> list[Any]:
     """What `work(rank, place, *arguments)` gives on each rank; for one that died, its exit code.
 

@@ -16,7 +16,7 @@ from astraflow.rollout.runner import Runner, RunnerOptions
 from astraflow.rollout.worker.channel import Hello
 from astraflow.types import EpisodeLease, Sampling, Task
 
-LIMITS = PoolLimits(pulse_s=0.05, stall_s=1.5, grace_s=0.3, max_left_running=2)
+LIMITS = PoolLimits(pulse_s=0.05, stall_s=0.6, grace_s=0.3, max_left_running=2)
 
 
 class CharChat:

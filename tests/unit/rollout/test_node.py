@@ -36,7 +36,7 @@ from astraflow.wire.app import bind
 from astraflow.wire.codec import flat_values, list_lengths
 from astraflow.wire.messages import Resume
 
-LIMITS = PoolLimits(pulse_s=0.05, stall_s=1.5, grace_s=0.3)
+LIMITS = PoolLimits(pulse_s=0.05, stall_s=0.5, grace_s=0.3)
 
 
 def run_file(**changes):
