@@ -220,7 +220,7 @@ class QuietServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         for connection in tuple(self.server_state.connections):  # of a client that did not take its answer in time
-            connection.transport.cut()  # type: ignore[attr-defined, union-attr]
+            connection.transport.cut()  # type: ignore[attr-defined]
         await asyncio.sleep(0)  # the loop closes them now, and may be gone after this
 
     def _cut_silent(self, since: float) -> None:
