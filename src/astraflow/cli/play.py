@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -189,7 +190,7 @@ def try_out(
         raise EpisodeError(f"the episode failed: {episode.error}")
     if graded:
         rewards = {t.policy: t.reward for t in episode.trajectories if t.parent_branch < 0}
-        typer.echo(f"reward {json.dumps(rewards)}  metrics {json.dumps(episode.metrics)}")
+        _say_reward(rewards, episode.metrics)
     else:
         typer.echo("no reward: this text is no row of the source, so its answer is not known")
 
@@ -215,7 +216,13 @@ def _try_at(
     typer.echo(f"calls {json.dumps(trial.num_calls)}  {trial.wall_s:.2f} s")
     if trial.error is not None:
         raise EpisodeError(f"the episode failed: {trial.error}")
-    typer.echo(f"reward {json.dumps(rewards_of(trial))}  metrics {json.dumps(trial.metrics)}")
+    _say_reward(rewards_of(trial), trial.metrics)
+
+
+def _say_reward(rewards: Mapping[str, float | None], metrics: Mapping[str, float]) -> None:
+    typer.echo(f"reward {json.dumps(rewards)}  metrics {json.dumps(metrics)}")
+    if unscored := [name for name, reward in rewards.items() if reward is None]:
+        typer.echo(f"{', '.join(unscored)}: unscored, so never trained on; return a number as the reward", err=True)
 
 
 def open_model(model: str, recipe: str, policy: str, overrides: list[str]) -> tuple[RunConfig, dict[str, str]]:

@@ -12,6 +12,7 @@ import pytest
 
 from astraflow import __version__
 from astraflow.cli.app import main
+from astraflow.cli.play import _say_reward
 from astraflow.cli.run import join_pairs, open_run
 from astraflow.cli.services import _engines, joining, read_token
 from astraflow.config.env import token_from_env
@@ -269,3 +270,10 @@ def test_doctor_says_ok_or_what_to_do(capsys: pytest.CaptureFixture[str], tmp_pa
     assert code == int(any(row.startswith("FAIL") for row in rows))
     assert all(row.startswith("ok") or ";" in row for row in rows)
     assert {row.split()[1] for row in rows} >= {"python", "torch", "cores", "memory", "disk"}
+
+
+def test_an_unscored_reward_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+    _say_reward({"actor": None, "critic": 0.5}, {})
+    out, err = capsys.readouterr()
+    assert out == 'reward {"actor": null, "critic": 0.5}  metrics {}\n'
+    assert err.startswith("actor: unscored, so never trained on")

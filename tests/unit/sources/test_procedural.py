@@ -148,6 +148,19 @@ def test_played_episodes_end_where_the_environment_does_and_never_change():
     assert source.fingerprint() != other.fingerprint()
 
 
+class Named(Doors):
+    def reset(self, task):
+        return f"a or b, {task['who']}?"
+
+
+def test_played_episodes_are_those_of_the_rows_of_a_source():
+    tasks = {"type": "seeds", "size": 2, "fields": {"who": "you"}}
+    source = PlayedSource(environment=f"{__name__}:Named", actions={"b": 1.0}, size=3, tasks=tasks)
+    assert [row["messages"][0]["content"] for row in rows(source)] == ["a or b, you?"] * 3
+    other = PlayedSource(environment=f"{__name__}:Named", actions={"b": 1.0}, size=3, tasks={**tasks, "first": 7})
+    assert source.fingerprint() != other.fingerprint()
+
+
 class Handles(Doors):
     tools = [  # noqa: RUF012
         {"type": "function", "function": {"name": "open", "parameters": {"properties": {"door": {"type": "string"}}}}}

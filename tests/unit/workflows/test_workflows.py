@@ -72,7 +72,7 @@ async def test_single_turn_reward_may_be_a_function_with_options():
 
 async def test_a_reward_that_raises_is_an_error_not_a_zero():
     play = SingleTurn(reward=f"{__name__}:bad_reward")
-    with pytest.raises(EpisodeError, match=r"^reward: ValueError: boom"):
+    with pytest.raises(EpisodeError, match=r"^reward: ValueError: boom \(test_workflows.py, line \d+\)$"):
         await play(QUESTION, {"actor": Scripted(reply("1"))})
 
 

@@ -24,9 +24,10 @@ class PlayedSource:
 
     def __init__(
         self, *, environment: str | Mapping[str, Any], actions: Mapping[str, float], size: int = 3200,
-        longest: int = 10, seed: int = 0,
+        longest: int = 10, seed: int = 0, tasks: str | Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """`environment`: one whose step is a plain function. `longest`: replies. `seed`: of the replies.
+        """`environment`: one whose step is a plain function. `size`: rows. `longest`: replies. `seed`: of the replies.
+        `tasks`: a source whose rows are played one after the other, again from the first after the last; None: seeds.
 
         Raises: SourceError, Problem or ConfigError: what cannot be.
         """
@@ -39,7 +40,8 @@ class PlayedSource:
             fix = "use one whose step is a plain function"
             raise SourceError("sources.played.environment", self._chosen.type, "waits for somebody else", fix)
         self._actions, self._size, self._longest, self._seed = dict(actions), size, longest, seed
-        self._facts = repr((environment, sorted(actions.items()), size, longest, seed))
+        self._tasks = choose("sources", tasks or {"type": "seeds", "size": size}, "sources.played.tasks").make()
+        self._facts = repr((environment, sorted(actions.items()), size, longest, seed, self._tasks.fingerprint()))
 
     def __len__(self) -> int:
         return self._size
@@ -48,7 +50,7 @@ class PlayedSource:
         check_row("sources.played", index, self._size)
         chance = random.Random(f"{self._seed}/{index}")
         world = self._chosen.make()
-        said = world.reset(Task("played", index, 0, {"seed": index}))
+        said = world.reset(Task("played", index, 0, self._tasks.row(index % len(self._tasks))))
         text = said.text if isinstance(said, Step) else said
         messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
         for turn in range(1, self._longest + 1):

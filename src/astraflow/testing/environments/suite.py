@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ RUBBISH = (
     Action(tool="", arguments={}),
 )
 _AGAIN_S = 120.0
+Best = float | Callable[[Mapping[str, Any]], float]
 
 
 class Report(NamedTuple):
@@ -41,11 +42,12 @@ class Report(NamedTuple):
 
 def check_environment(
     environment: str | Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], *, oracle: Policy | None = None,
-    actions: Sequence[str] = (), best: float = 1.0, null: float | None = 0.0, max_turns: int = 64, sides: int = 1,
+    actions: Sequence[str] = (), best: Best = 1.0, null: float | None = 0.0, max_turns: int = 64, sides: int = 1,
 ) -> Report:  # fmt: skip
     """Play `tasks` (their fields) by an oracle, by a policy that says nothing, and at random.
 
-    Args: environment: as in a run file. oracle: must earn `best` in each task. actions: texts that the random policy
+    Args: environment: as in a run file. oracle: must earn `best` in each task, a
+    number or a function of the task's fields. actions: texts that the random policy
     chooses from; it calls tools by their schema, too. null: what saying nothing must earn; None: anything.
     Raises: AssertionError: names everything that does not hold.
     """
@@ -77,13 +79,18 @@ def reward_of_chance(
 
 async def _check(
     worlds: Worlds, spec: str | Mapping[str, Any], rows: Sequence[Task], oracle: Policy | None, actions: Sequence[str],
-    best: float, null: float | None, max_turns: int, sides: int,
+    best: Best, null: float | None, max_turns: int, sides: int,
 ) -> Report:  # fmt: skip
     wrong: list[str] = []
     by_oracle = [await play(worlds, task, lambda _: oracle, max_turns) for task in rows] if oracle else []
-    wrong += [f"the oracle earns {p.reward} of {best} in {p.task.fields}" for p in by_oracle if not _is(p, best)]
+    for p in by_oracle:
+        if not _is(p, most := best(p.task.fields) if callable(best) else best):
+            wrong.append(f"the oracle earns {p.reward} of {most} in {p.task.fields}; say what it can earn by best=")
     by_null = [await play(worlds, task, lambda _: nothing, max_turns) for task in rows]
-    wrong += [f"who says nothing earns {p.reward}" for p in by_null if null is not None and not _is(p, null)]
+    wrong += [
+        f"who says nothing earns {p.reward}; say what that is worth by null="
+        for p in by_null if null is not None and not _is(p, null)
+    ]  # fmt: skip
     by_chance = [await play(worlds, task, partial(at_random, actions), max_turns) for task in rows]
     everything = [*by_oracle, *by_null, *by_chance]
     wrong += _untold(everything)
