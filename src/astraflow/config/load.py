@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import tomllib
@@ -93,11 +94,34 @@ def check_run(raw: dict[str, Any], origin: str, base: Path | None = None) -> Run
     try:
         config = without_idle_workers(RunConfig.model_validate(_rebase(raw, base)))
     except ValidationError as error:
-        raise ConfigError(origin, [_sentence(e) for e in error.errors()]) from None
+        problems = [_sentence(e) for e in error.errors()]
+        if (known := _without_unknown(raw, error)) is not None:
+            try:
+                check_run(known, origin, base)
+            except ConfigError as more:
+                problems += more.problems
+        raise ConfigError(origin, problems) from None
     problems = [*_check_names(config), *_check_components(config), *stage_problems(config), *consumer_problems(config)]
     if problems:
         raise ConfigError(origin, problems)
     return config
+
+
+def _without_unknown(raw: dict[str, Any], error: ValidationError) -> dict[str, Any] | None:
+    """The same without the settings that nobody knows; None: something else is wrong, too."""
+    known = copy.deepcopy(raw)
+    try:
+        for each in error.errors():
+            *parents, last = each["loc"]
+            node: Any = known
+            for key in parents:
+                node = node[key]
+            if each["type"] != "extra_forbidden":
+                return None
+            del node[last]
+    except (LookupError, TypeError):  # pydantic names the form of a union on the way
+        return None
+    return known
 
 
 def _rebase(raw: dict[str, Any], base: Path | None) -> dict[str, Any]:

@@ -83,3 +83,11 @@ def test_an_empty_file_is_told_what_a_run_file_has(tmp_path):
 def test_other_types_are_named(tmp_path, override, said):
     found = refused(tmp_path, GOOD.encode(), f"--{override}")
     assert any(problem.startswith(said) for problem in found), found
+
+
+def test_an_unknown_setting_hides_nothing_else(tmp_path):
+    words = ["--run.stesp=3", "--policies.actor.optimizer.leraning_rate=1", "--workflow.type=no_such"]
+    problems = refused(tmp_path, GOOD.encode(), *words, "--policies.actor.engine=nowhere")
+    unknown = ["run.stesp", "policies.actor.optimizer.leraning_rate"]
+    assert [problem.partition("=")[0] for problem in problems[:2]] == unknown
+    assert [any(name in problem for problem in problems[2:]) for name in ("no_such", "nowhere")] == [True, True]
