@@ -6,7 +6,12 @@ sentence and keeps its parts as attributes, so callers and tests never parse tex
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+
+_OTHERS = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
 
 
 class AstraFlowError(Exception):
@@ -127,3 +132,9 @@ class LaunchError(Fault):
 def _short(value: object, limit: int = 200) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def place_of(error: BaseException) -> str:
+    """` (file.py:12)`: the innermost line of it that is the user's, not ours nor a library's; empty: there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_OTHERS, "<"))]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

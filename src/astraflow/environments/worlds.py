@@ -23,7 +23,7 @@ from astraflow.config.sections.structs import struct_of
 from astraflow.contracts import Environment
 from astraflow.environments.health import Health
 from astraflow.environments.pooled import DEFAULTS, Pooled, pool_of
-from astraflow.errors import EpisodeError, Problem
+from astraflow.errors import EpisodeError, Problem, place_of
 from astraflow.processes.pool import ProcessPool
 from astraflow.processes.records import Settings
 from astraflow.types import Action, Message, Step, Task, error_kind
@@ -156,7 +156,7 @@ def _settings(pool: Mapping[str, Any], deadline_s: float) -> Settings:
 
 
 def _failed(what: str, error: Exception) -> EpisodeError:
-    return EpisodeError(f"env_error: {what}: {type(error).__name__}: {error}")
+    return EpisodeError(f"env_error: {what}: {type(error).__name__}: {error}{place_of(error)}")
 
 
 def _check(sample: Environment, chosen: Chosen, where: str, sides: int) -> None:

@@ -8,7 +8,6 @@ import platform
 import shutil
 import socket
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from astraflow.contracts import Source
 from astraflow.dataflow.machine.plan import plan_of
 from astraflow.dataflow.operators.chain import chain_of
 from astraflow.dataflow.operators.source.chain import source_chain_of
-from astraflow.errors import AstraFlowError, ConfigError, ModelError, Problem, SourceError
+from astraflow.errors import AstraFlowError, ConfigError, ModelError, Problem, SourceError, place_of
 from astraflow.models.lora.targets import BUILT_IN_LAYERS, matching, stored_layers
 from astraflow.models.stored import check_parts, in_part, stored_shapes
 from astraflow.observe.trackers import TRACKERS
@@ -264,9 +263,8 @@ def _first_of(where: str, type_name: str, source: Source) -> tuple[int, dict[str
     except AstraFlowError:
         raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        at = "" if place.filename == __file__ else f" ({Path(place.filename).name}:{place.lineno})"
-        raise SourceError(where, type_name, f"failed: {type(error).__name__}: {error}{at}", fix) from error
+        said = f"failed: {type(error).__name__}: {error}{place_of(error)}"
+        raise SourceError(where, type_name, said, fix) from error
     return count, row
 
 

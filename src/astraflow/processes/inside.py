@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from astraflow.errors import place_of
 from astraflow.processes.records import Ask, Hello, Told
 
 _PR_SET_PDEATHSIG = 1
@@ -63,7 +64,7 @@ def _line(told: Told) -> bytes:
 
 
 def _sentence(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}{place_of(error)}"
     return text[:2000].encode("utf-8", "backslashreplace").decode()
 
 

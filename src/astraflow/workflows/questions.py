@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import string
-import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from astraflow.contracts import LLM
-from astraflow.errors import EpisodeError, Problem
+from astraflow.errors import EpisodeError, Problem, place_of
 from astraflow.types import Message, Outcome, Task
 from astraflow.workflows.load import reward_function
 
@@ -44,10 +42,7 @@ class Questions:
             said = self._reward(answer, task)
             return await said if inspect.isawaitable(said) else said
         except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            at = frames[min(1, len(frames) - 1)]  # in the reward function; the first is here
-            where = f"{Path(at.filename).name}, line {at.lineno}"
-            raise EpisodeError(f"reward: {type(error).__name__}: {error} ({where})") from error
+            raise EpisodeError(f"reward: {type(error).__name__}: {error}{place_of(error)}") from error
 
     async def grade(self, answer: str, task: Task) -> Grade:
         """The same as two numbers. Raises: EpisodeError: also for rewards by policy, which only a workflow can give."""

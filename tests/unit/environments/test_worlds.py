@@ -52,7 +52,7 @@ async def test_an_environment_is_the_same_here_and_in_a_process(name: str) -> No
         ("hang", r"^env_timeout: .* within 1 s; see workflow\.env_timeout_s$"),
         ("hang in C", r"^env_timeout: .* within 1 s"),
         ("crash", r"^env_error: lost: .*exit 3"),
-        ("raise", r"^env_error: raised: RuntimeError: no disk$"),
+        ("raise", r"^env_error: raised: RuntimeError: no disk \(world_samples.py:\d+\)$"),
         ("garbage", r"^env_error: it gave dict, not an astraflow\.types\.Step"),
     ],
 )

@@ -72,7 +72,7 @@ async def test_single_turn_reward_may_be_a_function_with_options():
 
 async def test_a_reward_that_raises_is_an_error_not_a_zero():
     play = SingleTurn(reward=f"{__name__}:bad_reward")
-    with pytest.raises(EpisodeError, match=r"^reward: ValueError: boom \(test_workflows.py, line \d+\)$"):
+    with pytest.raises(EpisodeError, match=r"^reward: ValueError: boom \(test_workflows.py:\d+\)$"):
         await play(QUESTION, {"actor": Scripted(reply("1"))})
 
 
@@ -207,7 +207,7 @@ class Broken(Environment):
 async def test_environment_failures_are_named_and_it_is_closed():
     play = ToolUse(environment=f"{__name__}:Broken")
     Broken.closed = 0
-    with pytest.raises(EpisodeError, match=r"^env_error: step 1: RuntimeError: no disk"):
+    with pytest.raises(EpisodeError, match=r"^env_error: step 1: RuntimeError: no disk \(test_workflows.py:\d+\)$"):
         await play(CALC, {"actor": Scripted(reply("", "3*4"))})
     with pytest.raises(EpisodeError, match=r"^env_error: step returned float"):
         await play(CALC, {"actor": Scripted(reply("x"))})
