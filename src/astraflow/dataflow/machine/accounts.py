@@ -35,8 +35,9 @@ _MOST_REASONS = 64  # of drops, per policy, and of errors: operators and workflo
 _MOST_CODES = 64  # versions of the workflow's code whose episodes are counted; the longest unused is forgotten
 _MOST_ENGINES = 256  # whose work is counted; the longest unused is forgotten
 _ADVICE = {
-    "zero_variance": "make rewards differ within a group: easier or more varied tasks, a warm start, a higher "
-    "sampling.temperature, a larger workflow.group_size; or keep equal groups with operators = ['keep_all']",
+    "zero_variance": "make rewards differ within a group: easier or more varied tasks, a warm start, a lower "
+    "optimizer.lr if they once did, a higher sampling.temperature, a larger workflow.group_size; or keep equal groups "
+    "with operators = ['keep_all']",
     "length_filter": "change length_filter.min_tokens, length_filter.max_tokens or sampling.max_tokens: too few "
     "episodes of a group are within the bounds",
     "dedup": "raise sampling.temperature: the answers of a group are copies of each other; or lower dedup.min_episodes",

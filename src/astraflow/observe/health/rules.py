@@ -55,16 +55,18 @@ def _equal_groups(w: Window) -> str | None:
     share, success = w.recent("groups/zero_variance_fraction", 0.0), w.recent("success/mean", 0.0)
     if w.count < RECENT or share <= 0.8 or w.limits.advantage in ALONE:
         return None
-    solved = success > 0.5
-    tasks = (
-        "too easy: take harder ones (filter_solved, curriculum)"
-        if solved
-        else "too hard: take easier ones (curriculum)"
-    )
-    more = "" if solved else ", a warm start, a reward with more steps"
+    if success > 0.9:
+        tasks = "too easy: take harder ones (filter_solved, curriculum)"
+    elif success < 0.1:
+        tasks = "too hard: take easier ones (curriculum), a warm start, a reward with more steps"
+    else:
+        tasks = (
+            "too easy or too hard: take those that are sometimes solved (filter_solved, curriculum), begin again with "
+            "a lower optimizer.lr if it was not so at first"
+        )
     return (
-        f"{share:.0%} of the groups have equal rewards and teach nothing; tasks are {tasks}{more}, a larger "
-        "workflow.group_size, or a higher sampling.temperature"
+        f"{share:.0%} of the groups have equal rewards and teach nothing, {success:.0%} of the episodes succeed; tasks "
+        f"are {tasks}, a larger workflow.group_size, or a higher sampling.temperature"
     )
 
 
@@ -87,6 +89,16 @@ def _clip(w: Window) -> str | None:
     )
 
 
+def _far(w: Window) -> str | None:
+    kl = w.newest("policy/approx_kl")
+    if not kl > 0.5:
+        return None
+    return (
+        f"policy/approx_kl={kl:.2f} nats a token: updates are so large that the policy is far from the one that "
+        "sampled; lower optimizer.lr, or begin with optimizer.warmup_steps"
+    )
+
+
 def _ess(w: Window) -> str | None:
     share = w.recent("policy/ess", 1.0)
     if w.count < RECENT or share >= 0.5:
@@ -102,8 +114,8 @@ def _truncation(w: Window) -> str | None:
     if w.count < RECENT or share <= 0.3:
         return None
     return (
-        f"{share:.0%} of the trajectories were cut by length; raise sampling.max_tokens, or teach shorter answers "
-        "(overlong_penalty) and leave cut ones out (algorithm.mask_truncated = true)"
+        f"{share:.0%} of the trajectories have a reply that was cut at sampling.max_tokens; raise it, or teach shorter "
+        "answers (overlong_penalty) and leave cut ones out (algorithm.mask_truncated = true)"
     )
 
 
@@ -191,6 +203,7 @@ RULES: dict[str, Callable[[Window], str | None]] = {
     "equal_groups": _equal_groups,
     "no_reward": _no_reward,
     "clip": _clip,
+    "far": _far,
     "ess": _ess,
     "truncation": _truncation,
     "staleness": _staleness,

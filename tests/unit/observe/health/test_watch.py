@@ -56,6 +56,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "equal_groups": (then({"groups/zero_variance_fraction": 0.95, "success/mean": 0.02}), "too hard"),
     "no_reward": (then({"reward/std": 0.0, "reward/mean": 0.0}), "grader"),
     "clip": (then({"policy/clip_fraction": 0.5}), "widen clip_low and clip_high"),
+    "far": (then({"policy/approx_kl": 0.8}, num=1), "lower optimizer.lr"),
     "ess": (then({"policy/ess": 0.2}), "max_staleness"),
     "truncation": (then({"episodes/truncated": 0.6}), "sampling.max_tokens"),
     "staleness": (then({"staleness/mean": 2.9}), "nodes are ahead of the trainer"),
@@ -88,7 +89,12 @@ def test_entropy_may_fall_where_tasks_are_solved() -> None:
 
 def test_equal_groups_of_solved_tasks_ask_for_harder_ones() -> None:
     (warned,) = said(then({"groups/zero_variance_fraction": 0.95, "success/mean": 0.95}))
-    assert "too easy" in warned.message
+    assert "too easy:" in warned.message
+
+
+def test_equal_groups_of_which_some_are_solved_are_not_called_too_easy() -> None:
+    (warned,) = said(then({"groups/zero_variance_fraction": 0.95, "success/mean": 0.69}))
+    assert "69% of the episodes succeed" in warned.message and "too easy or too hard:" in warned.message
 
 
 def test_gspo_clips_more_and_short_bounds_are_always_reached() -> None:
