@@ -19,7 +19,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     isolation: Isolation = "bubblewrap"
     slots: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0  # jobs at once in one process; 0: one for each core
     python: str = ""  # interpreter inside the boxes; "": this one where other users may read it, else /usr/bin/python3
-    cpu_s: Annotated[int, msgspec.Meta(ge=1)] = 3  # of one process of the code, in one job or case
+    cpu_s: Annotated[int, msgspec.Meta(ge=1)] = 6  # of one process of the code, in one job or case
     wall_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0  # of one job
     memory_bytes: Annotated[int, msgspec.Meta(ge=64 << 20)] = 512 << 20  # of each process, and of all of a box
     processes: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 16  # and threads
