@@ -344,4 +344,4 @@ def _check(room: str, component: Component, where: str, given: set[str]) -> list
         target = resolve(room, component.type, f"{where}.type")
     except Problem as error:
         return [str(error)]
-    return check_options(target, component.options, where, given)
+    return check_options(target, component.options, where, given, type(component).model_fields)

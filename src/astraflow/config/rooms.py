@@ -13,7 +13,7 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -201,10 +201,12 @@ def _module(name: str) -> ModuleType:
     return module
 
 
-def check_options(target: Callable[..., Any], options: Mapping[str, Any], where: str, given: set[str]) -> list[str]:
+def check_options(
+    target: Callable[..., Any], options: Mapping[str, Any], where: str, given: set[str], also: Iterable[str] = ()
+) -> list[str]:
     """Problems of `options` against the keyword parameters of `target` and the types that they are annotated with.
 
-    Args: given: names that the system itself passes.
+    Args: given: names that the system itself passes. also: settings of the section, which may have been meant.
     """
     parameters = _parameters(target)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -213,7 +215,7 @@ def check_options(target: Callable[..., Any], options: Mapping[str, Any], where:
     problems = []
     for key, value in options.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = difflib.get_close_matches(key, [*known, *also], n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known) or 'none'}"
             problems.append(f"{where}.{key}={value!r} is not an option of this type; {hint}")
         elif rule := _type_problem(parameters[key].annotation, value):

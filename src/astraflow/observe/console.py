@@ -153,6 +153,9 @@ def waiting_line(status: Mapping[str, Any], elapsed_s: float) -> str:
     waits = []
     for name, policy in dict(status.get("policies", {})).items():
         gate = policy.get("gate", {})
+        if int(policy.get("version", 0)) < 0:
+            waits.append(f"{name} has no weights yet: its trainer loads the model, or shows it demonstrations")
+            continue
         waits.append(
             f"{name} waits for step {int(policy.get('version', 0)) + 1}: {policy.get('queue', 0)} groups are complete, "
             f"{gate.get('in_flight', 0)} of {gate.get('limit', 0)} in flight"

@@ -91,3 +91,8 @@ def test_an_unknown_setting_hides_nothing_else(tmp_path):
     unknown = ["run.stesp", "policies.actor.optimizer.leraning_rate"]
     assert [problem.partition("=")[0] for problem in problems[:2]] == unknown
     assert [any(name in problem for problem in problems[2:]) for name in ("no_such", "nowhere")] == [True, True]
+
+
+def test_a_misspelt_setting_of_a_section_with_options_is_recognised(tmp_path):
+    (problem,) = refused(tmp_path, GOOD.encode(), "--workflow.grup_size=4")
+    assert problem.endswith("is not an option of this type; did you mean 'group_size'?")

@@ -74,6 +74,8 @@ def test_a_long_wait_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     assert waiting_line({"nodes": idle}, 1.0).endswith("; 2 nodes, none of which plays (workers = 0)")
     assert waiting_line({"nodes": [*idle, {"capacity": 8}]}, 1.0).endswith("; 3 nodes")
     assert "the run starts" in second
+    waits = waiting_line({"policies": {"actor": {"version": -1}}, "nodes": [{"capacity": 8}]}, 1.0)
+    assert waits.endswith("actor has no weights yet: its trainer loads the model, or shows it demonstrations; 1 nodes")
 
 
 def test_the_first_failed_episode_of_each_kind_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

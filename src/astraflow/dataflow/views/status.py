@@ -9,8 +9,8 @@ from astraflow.dataflow.compaction import Compaction
 from astraflow.dataflow.journal.log import Journal
 from astraflow.dataflow.machine.records import CodeAccount, EngineAccount, PolicyState, SourceState
 from astraflow.dataflow.state import Machine
-from astraflow.dataflow.views.beside import consumers_status, set_metrics, stages_status
 from astraflow.dataflow.views.law import imbalance, task_imbalance
+from astraflow.dataflow.views.readers import consumers_status, set_metrics, stages_status
 from astraflow.observe.metrics import MetricsRegistry
 
 
