@@ -6,12 +6,13 @@ sentence and keeps its parts as attributes, so callers and tests never parse tex
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-_OTHERS = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
+_OTHERS = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))  # folders
 
 
 class AstraFlowError(Exception):
@@ -136,5 +137,6 @@ def _short(value: object, limit: int = 200) -> str:
 
 def place_of(error: BaseException) -> str:
     """` (file.py:12)`: the innermost line of it that is the user's, not ours nor a library's; empty: there is none."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_OTHERS, "<"))]
+    others = ("<", *(f"{folder}{os.sep}" for folder in _OTHERS))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -46,9 +46,9 @@ def check_environment(
 ) -> Report:  # fmt: skip
     """Play `tasks` (their fields) by an oracle, by a policy that says nothing, and at random.
 
-    Args: environment: as in a run file. oracle: must earn `best` in each task, a
-    number or a function of the task's fields. actions: texts that the random policy
-    chooses from; it calls tools by their schema, too. null: what saying nothing must earn; None: anything.
+    Args: environment: as in a run file. oracle: must earn `best` in each task, a number or a function of the task's
+    fields. actions: texts that the random policy chooses from; it calls tools by their schema, too. null: what saying
+    nothing must earn; None: anything.
     Raises: AssertionError: names everything that does not hold.
     """
     rows = [Task("check", row, 0, dict(fields)) for row, fields in enumerate(tasks)]
