@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ _BUFFER_BYTES = 4 << 20  # written at once: small pieces take several times as l
 _SMALL_BYTES = 64 << 10  # of a body that is joined to its head
 SILENT_S = 60.0  # a client that owes the rest of a request may be silent for so long
 _SO_NWRITE = 0x1024  # of macOS
+_TURNS = 8  # of the loop, until what was accepted in one of them has its protocol
 Write = Callable[[memoryview], object]
 
 
@@ -196,6 +197,22 @@ class OneWrite:
         self._transport.close()
 
 
+async def accept_no_more(sockets: Iterable[socket.socket]) -> None:
+    """To be awaited before a server that listens on `sockets` is closed. Until a connection has its protocol, some
+    turns after it was accepted, asyncio loses it with its server: nobody closes it. (uvloop does not.)"""
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, asyncio.SelectorEventLoop):
+        for listening in sockets:
+            loop.remove_reader(listening.fileno())
+        await turns()
+
+
+async def turns() -> None:
+    """Until what the loop was told to do soon is done: connections that were accepted begin, aborted ones close."""
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
+
+
 class QuietServer(uvicorn.Server):
     """Signals belong to the process that hosts the server, not to the server. It hardly wakes up, where uvicorn's own
     does ten times a second. It closes connections whose client owes the rest of a request and says no more, and leaves
@@ -218,10 +235,11 @@ class QuietServer(uvicorn.Server):
             self._cut_silent(asyncio.get_running_loop().time() - SILENT_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await accept_no_more(sockets or ())
         await super().shutdown(sockets)
         for connection in tuple(self.server_state.connections):  # of a client that did not take its answer in time
             connection.transport.cut()  # type: ignore[attr-defined]
-        await asyncio.sleep(0)  # the loop closes them now, and may be gone after this
+        await turns()  # the loop closes them now, and may be gone after this
 
     def _cut_silent(self, since: float) -> None:
         for connection in tuple(self.server_state.connections):

@@ -18,9 +18,12 @@ import contextlib
 import random
 import threading
 from collections import Counter
+from collections.abc import Coroutine
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
+
+from astraflow.wire.bulk import accept_no_more, turns
 
 FAULTS = ("delay", "reorder", "duplicate", "late copy", "cut before", "cut after", "cut within")
 _LIMIT_S = 10.0
@@ -58,20 +61,27 @@ class FlakyProxy:
 
     async def _main(self, started: threading.Event) -> None:
         self._loop, self._stop, self._passed = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
         self._port = server.sockets[0].getsockname()[1]
         started.set()
         await self._stop.wait()
+        await accept_no_more(server.sockets)
         server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await turns()  # connections that were aborted close
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._begin(self._serve(reader, writer)).add_done_callback(lambda _: writer.transport.abort())
+
+    def _begin(self, action: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(action)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while (request := await _message(reader)) is not None:
                 reply, whole = await self._pass(request)
@@ -103,9 +113,7 @@ class FlakyProxy:
             reply = await self._forward(request)
         self._passed.set()
         if fault == "late copy":
-            copy = asyncio.create_task(self._late(request))
-            self._tasks.add(copy)
-            copy.add_done_callback(self._tasks.discard)
+            self._begin(self._late(request))
         if fault == "cut after":
             return b"", False
         if fault == "cut within":

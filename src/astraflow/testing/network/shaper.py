@@ -25,11 +25,11 @@ from urllib.parse import urlsplit
 
 from astraflow.errors import LaunchError
 from astraflow.testing.network.pacing import Bucket, Conditions, piece_bytes
+from astraflow.wire.bulk import accept_no_more, turns
 
 T = TypeVar("T")
 Direction = Literal["up", "down"]
 _LIMIT_S = 10.0
-_TURNS = 8  # of the loop, until what was begun in one of them is there
 _KERNEL_BYTES = 1 << 17  # of a socket's buffers: bytes that wait must wait at their sender, not in between
 
 
@@ -181,19 +181,13 @@ class Shaper:
         self._passing.set()
         started.set()
         await self._stop.wait()
-        for listening in [listening for server in self._servers for listening in server.sockets]:
-            self._loop.remove_reader(listening.fileno())
-        await self._turns()  # who was accepted just now has a task; a server that is closed would lose the connection
+        await accept_no_more(listening for server in self._servers for listening in server.sockets)
         for server in self._servers:
             server.close()
         for task in self._open:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
-        await self._turns()  # connections that were aborted close
-
-    async def _turns(self) -> None:
-        for _ in range(_TURNS):
-            await asyncio.sleep(0)
+        await turns()  # connections that were aborted close
 
     def _run(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return asyncio.run_coroutine_threadsafe(action(), self._loop).result(_LIMIT_S)
