@@ -21,15 +21,15 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
 
-from astraflow.contracts import TokenSink
+from astraflow.contracts import Engine, TokenSink
 from astraflow.environments.calculator import TOOLS
 from astraflow.errors import EngineError
 from astraflow.models.chat import ChatTokenizer
@@ -88,7 +88,9 @@ def make_gateway(cache: Path) -> tuple[Gateway, InstantEngine]:
     """A gateway that serves the tiny model's template and an instant engine."""
     chat = ChatTokenizer(model_directory("tiny-char", cache, 0))
     engine = InstantEngine(chat)
-    return Gateway({"actor": PolicyEndpoint(engine, chat, parser_for("auto", chat, "tool_parser"))}), engine
+    return Gateway(
+        {"actor": PolicyEndpoint(cast(Engine, engine), chat, parser_for("auto", chat, "tool_parser"))}
+    ), engine
 
 
 def lease(number: int) -> EpisodeLease:
@@ -260,7 +262,7 @@ def measure(episodes: int, concurrencies: Sequence[int]) -> list[dict[str, Any]]
     rows = []
     with tempfile.TemporaryDirectory(prefix="bench-gateway-") as place:
         cache = Path(place)
-        ways: dict[str, Callable[[int, int], Awaitable[float]]] = {
+        ways: dict[str, Callable[[int, int], Coroutine[Any, Any, float]]] = {
             "direct": lambda n, c: direct(cache, n, c),
             "channel": lambda n, c: channel(cache, n, c),
             "urllib3": lambda n, c: over_http(cache, n, c, "urllib3"),

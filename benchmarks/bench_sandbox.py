@@ -33,7 +33,7 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     result = Result("sandbox", {"cores": cores, "mbpp": NUM_MBPP, "seconds": seconds})
     mbpp = MbppSource(split="all", limit=NUM_MBPP)
-    sets = {"mbpp": mbpp, "humaneval": HumanEvalSource()}
+    sets: dict[str, MbppSource | HumanEvalSource] = {"mbpp": mbpp, "humaneval": HumanEvalSource()}
     for name, source in sets.items():
         tasks = [Task(name, number, 0, source.row(number)) for number in range(len(source))]
         row = asyncio.run(_judged(name, tasks, cores, seconds))

@@ -55,7 +55,7 @@ def make_lengths(rows: int, mean: float, seed: int = 0) -> np.ndarray:
     return np.maximum(64, lengths * (mean / lengths.mean())).astype(np.int64)
 
 
-def make_trajectories(lengths: Sequence[int], seed: int = 1) -> list[Trajectory]:
+def make_trajectories(lengths: Sequence[int] | np.ndarray, seed: int = 1) -> list[Trajectory]:
     """One trajectory per length: a prompt of a tenth, the rest sampled at version 0 in four calls."""
     rng = np.random.default_rng(seed)
     made = []

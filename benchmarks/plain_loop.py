@@ -15,7 +15,7 @@ from itertools import islice
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks import tiny_calculator as task
 
@@ -36,7 +36,7 @@ class Rollout:
 class Sampler:
     """Batched sampling on one growing KV cache; rows are ragged through the attention mask and explicit positions."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
     def begin(self, prompts: torch.Tensor, repeat: int) -> None:
@@ -86,7 +86,7 @@ class Sampler:
 
 
 @torch.inference_mode()
-def roll_out(model: torch.nn.Module, problems: list[task.Problem]) -> list[Rollout]:
+def roll_out(model: PreTrainedModel, problems: list[task.Problem]) -> list[Rollout]:
     """Play PROMPTS x GROUP episodes of two turns."""
     sampler = Sampler(model)
     prompts = [[task.BOS, *task.encode(p.text)] for p in problems]
@@ -127,7 +127,7 @@ def _second_turn(
         rollout.reward, rollout.success = task.score(problems[row // task.GROUP], expression, answer)
 
 
-def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rollouts: list[Rollout]) -> None:
+def train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, rollouts: list[Rollout]) -> None:
     """One GRPO step: group-relative advantages, clipped ratio, mean over all sampled tokens."""
     rewards = torch.tensor([r.reward for r in rollouts]).view(-1, task.GROUP)
     centred = rewards - rewards.mean(1, keepdim=True)

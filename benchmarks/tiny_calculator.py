@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 MARKS = ("<pad>", "<bos>", "<eos>")
 CHARS = [*MARKS, *"0123456789abcdefghijklmnopqrstuvwxyz+-*=()[]<>:?. \nUDLRGSX#"]
@@ -78,24 +79,20 @@ def score(problem: Problem, expression: str | None, answer: str | None) -> tuple
     return reward + (0.7 if right else 0.0), right
 
 
-def load_or_warm_start(start: Path | None, rng: random.Random) -> torch.nn.Module:
+def load_or_warm_start(start: Path | None, rng: random.Random) -> PreTrainedModel:
     """The model of a Hugging Face directory, or a new one after its warm start."""
     if start is None:
         model = make_model()
         warm_start(model, rng)
         return model
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     if model.config.vocab_size != len(CHARS):
         raise SystemExit(f"--start={start} must have {len(CHARS)} symbols; give a tiny-char model")
     return model.eval()
 
 
-def make_model() -> torch.nn.Module:
+def make_model() -> PreTrainedModel:
     """Qwen3, 2 layers, width 128, 0.4M parameters, tied, fp32."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     return Qwen3ForCausalLM(
         Qwen3Config(
             head_dim=32, vocab_size=len(CHARS), hidden_size=128, intermediate_size=384, num_hidden_layers=2,
@@ -119,7 +116,7 @@ def _demonstration(rng: random.Random) -> tuple[list[int], list[int]]:
     return ids, mask
 
 
-def warm_start(model: torch.nn.Module, rng: random.Random) -> None:
+def warm_start(model: PreTrainedModel, rng: random.Random) -> None:
     """Supervised steps on demonstrations."""
     model.eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=SFT_LR, weight_decay=0.0, betas=BETAS)

@@ -40,10 +40,10 @@ from astraflow.models.load import load_model, state_tensors
 from astraflow.models.scoring.packing import TokenRows
 from astraflow.rollout.context.trie import full_sequence
 from astraflow.training.step import Stepper, StepSettings
-from astraflow.types import Group, Outcome, Task, Trajectory
+from astraflow.types import Group, Task, Trajectory
 from benchmarks.multi_policy.hardware import GPUS, SCALE
 from benchmarks.multi_policy.modelled import ModelledEngine, ModelledLoss
-from benchmarks.multi_policy.playing import Branches, Speaker, evaluate, play
+from benchmarks.multi_policy.playing import Branches, Rewards, Speaker, evaluate, play
 from benchmarks.multi_policy.sides import ROLLOUT_GPUS, Curve, run_config
 
 
@@ -166,7 +166,7 @@ class Loop:
         rollout_s = train_s = push_s = 0.0
         while True:
             begin = time.perf_counter()
-            groups, outcomes = await ahead
+            groups, rewards = await ahead
             rolled = time.perf_counter()
             if self._form == "overlap":
                 ahead = asyncio.create_task(self._roll_out())
@@ -175,7 +175,7 @@ class Loop:
             await self._push()
             end = time.perf_counter()
             rollout_s, train_s, push_s = rollout_s + rolled - begin, train_s + trained - rolled, push_s + end - trained
-            means = {p.name: float(np.mean([o.reward[p.name] for o in outcomes])) for p in self.policies}
+            means = {p.name: float(np.mean([r[p.name] for r in rewards])) for p in self.policies}
             if curve.step(means):
                 break
             if self._form != "overlap":
@@ -191,7 +191,7 @@ class Loop:
 
     async def _train(self, groups: Sequence[Sequence[Branches]]) -> None:
         loop = asyncio.get_running_loop()
-        steps = [lambda p=p: p.train(groups) for p in self.policies]  # type: ignore[misc]
+        steps = [lambda p=p: p.train(groups) for p in self.policies]
         if self._form in ("shared", "split"):
             for step in steps:
                 await loop.run_in_executor(self._pool, step)
@@ -201,14 +201,14 @@ class Loop:
     async def _push(self) -> None:
         await asyncio.gather(*(asyncio.wrap_future(policy.push()) for policy in self.policies))
 
-    async def _roll_out(self) -> tuple[list[list[Branches]], list[Outcome]]:
+    async def _roll_out(self) -> tuple[list[list[Branches]], list[Rewards]]:
         tasks = [next(self._tasks) for _ in range(self._groups)]
         played = await asyncio.gather(*(self._play(task) for task in tasks for _ in range(self._size)))
         branches = [branches for branches, _ in played]
         cut = range(0, len(branches), self._size)
-        return [branches[i : i + self._size] for i in cut], [outcome for _, outcome in played]
+        return [branches[i : i + self._size] for i in cut], [rewards for _, rewards in played]
 
-    async def _play(self, task: Task) -> tuple[Branches, Outcome]:
+    async def _play(self, task: Task) -> tuple[Branches, Rewards]:
         self._episodes += 1
         return await play(self._workflow, task, self.policies, str(self._episodes))
 

@@ -18,6 +18,7 @@ from astraflow.rollout.context.trie import trajectories
 from astraflow.types import Call, Outcome, Sampling, Task, Trajectory
 
 Branches = Mapping[str, list[Trajectory]]
+Rewards = Mapping[str, float]
 EVALUATED = 256  # episodes, of each version
 NO_TOOLS = 1e9  # of the workflow's `scale`: tools answer at once
 
@@ -60,11 +61,14 @@ class Asking:
 
 async def play(
     workflow: Workflow, task: Task, speakers: Sequence[Speaker], episode: str
-) -> tuple[Branches, Outcome]:  # fmt: skip
-    """One episode: trajectories by policy, and rewards."""
+) -> tuple[Branches, Rewards]:  # fmt: skip
+    """One episode: trajectories and rewards by policy."""
     llm = {speaker.name: Asking(speaker, episode) for speaker in speakers}
     outcome = await workflow(task, llm)
-    return {n: trajectories(a.calls, n, outcome.reward[n]) for n, a in llm.items()}, outcome
+    if not isinstance(outcome, Outcome) or not isinstance(outcome.reward, dict):
+        raise TypeError(f"{workflow!r} gave {outcome!r}; it must give a reward by policy")
+    rewards = {name: outcome.reward[name] or 0.0 for name in llm}
+    return {n: trajectories(a.calls, n, rewards[n]) for n, a in llm.items()}, rewards
 
 
 def evaluate(
@@ -82,15 +86,15 @@ def evaluate(
     workflow = build("workflows", config.workflow.type, options, "workflow")
     tasks = [Task("train", i % len(source), 0, source.row(i % len(source))) for i in range(_rounded(len(source)))]
 
-    async def rewards(number: int, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    async def means(number: int, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         for name, engine in engines.items():
             await asyncio.wrap_future(engine.load_weights(number, weights[name]))
         played = (play(workflow, task, speakers, f"{number}/{i}") for i, task in enumerate(tasks))
-        outcomes = [outcome for _, outcome in await asyncio.gather(*played)]
-        return {name: float(np.mean([o.reward[name] for o in outcomes])) for name in engines}
+        of_all = [rewards for _, rewards in await asyncio.gather(*played)]
+        return {name: float(np.mean([rewards[name] for rewards in of_all])) for name in engines}
 
     async def all_of_them() -> list[dict[str, float]]:
-        return [await rewards(number, weights) for number, weights in enumerate(versions, 1)]
+        return [await means(number, weights) for number, weights in enumerate(versions, 1)]
 
     try:
         return asyncio.run(all_of_them())
