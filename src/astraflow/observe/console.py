@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,7 @@ from astraflow.observe.jsonl import JsonlTail
 from astraflow.observe.summary import Row, interval_of, metric
 
 QUIET_S = 20.0
+_PACE_STEPS = 20  # the newest, from which the time that is left is told
 """Without a terminal, a wait longer than this is said once per so many seconds."""
 
 
@@ -43,6 +45,7 @@ class RunDisplay:
         self._started = self._spoke = time.monotonic()
         self._watch = Watch(limits or {})
         self._newest: dict[str, Row] = {}  # by policy
+        self._paces: dict[str, deque[tuple[int, float]]] = {}  # by policy: (step, seconds of the run)
         self._evaluation: Row | None = None
         self._errors: set[str] = set()  # kinds that were said
         self._live: Live | None = None
@@ -80,14 +83,33 @@ class RunDisplay:
             self._evaluation = row
         else:
             self._newest[str(row.get("policy", ""))] = row
+            self._take_pace(row)
         if self._live is None:
-            self._say(eval_line(row) if row.get("kind") == "eval" else step_line(row, self._steps, self.status))
+            self._say(eval_line(row) if row.get("kind") == "eval" else self._step_line(row))
         for warned in self._watch.add(row):
             self._say(f"warning, {warned.policy} step {warned.step}: {warned.message}")
 
     def note(self, text: str) -> None:
         """One line that stays."""
         self._say(text)
+
+    def _step_line(self, row: Row) -> str:
+        left_s = self._left_s(str(row.get("policy", "")))
+        return step_line(row, self._steps, self.status) + (f"  left {_clock(left_s)}" if left_s is not None else "")
+
+    def _take_pace(self, row: Row) -> None:
+        at = metric(row, "time_s")
+        if at is not None:
+            pace = self._paces.setdefault(str(row.get("policy", "")), deque(maxlen=_PACE_STEPS))
+            pace.append((int(row.get("step", 0)), at))
+
+    def _left_s(self, policy: str) -> float | None:
+        """Until the last step, at the pace of the newest ones; None while too few are done."""
+        pace = self._paces.get(policy, ())
+        if len(pace) < 3 or pace[-1][0] <= pace[0][0]:
+            return None
+        a_step = (pace[-1][1] - pace[0][1]) / (pace[-1][0] - pace[0][0])
+        return max(0.0, (self._steps - pace[-1][0]) * a_step)
 
     def _take_rows(self) -> None:
         for row in self._tail.new_rows() if self._tail is not None else []:
@@ -104,12 +126,14 @@ class RunDisplay:
     def _panel(self) -> Group:
         elapsed = time.monotonic() - self._started
         done = min((int(row.get("step", 0)) for row in self._newest.values()), default=0)
+        left = [left_s for policy in self._newest if (left_s := self._left_s(policy)) is not None]
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(self._run, style="bold"),
             ProgressBar(total=max(1, self._steps), completed=done, width=30, finished_style="green"),
             Text(f"step {done}/{self._steps}"),
             Text(_clock(elapsed)),
+            Text(f"left {_clock(max(left))}" if left else ""),
         )
         lines: list[Any] = [head]
         for policy, row in self._newest.items():

@@ -53,6 +53,18 @@ def test_without_a_terminal_each_step_is_one_plain_line(tmp_path: Path) -> None:
     ]
 
 
+def test_the_time_that_is_left_is_told_from_the_newest_steps() -> None:
+    """A slow first step counts no more after twenty others."""
+    console, out = plain()
+    with RunDisplay("demo", 60, None, console) as display:
+        for step in range(1, 31):
+            display.row({"kind": "step", "policy": "actor", "step": step, "time_s": 500.0 + 10.0 * step})
+            display.row({"kind": "step", "policy": "critic", "step": step, "time_s": (step > 1) * 500.0 + 2.0 * step})
+    lines = out.getvalue().splitlines()
+    assert ["left" in line for line in lines[:6]] == [False] * 4 + [True] * 2
+    assert lines[-2].endswith("left 05:00") and lines[-1].endswith("left 01:00")
+
+
 def test_notes_stay(tmp_path: Path) -> None:
     console, out = plain()
     with RunDisplay("demo", 60, None, console) as display:
@@ -95,13 +107,15 @@ def test_a_terminal_gets_a_live_panel(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=150)
     path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps(STEP) + "\n" + json.dumps(EVAL) + "\n")
+    before = [STEP | {"step": step, "time_s": 25.0 * step} for step in (1, 2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*before, STEP, EVAL]))
     with RunDisplay("demo", 60, path, console) as display:
         display.update(STATUS)
         display.note("node0 starts again")
     text = out.getvalue()
     for part in (
-        "demo", "step 3/60", "reward 0.250", "held-out at version 3", "node0: plays 60 of 64  actor v3  silent for 9 s",
+        "demo", "step 3/60", "left 23:45", "reward 0.250", "held-out at version 3",
+        "node0: plays 60 of 64  actor v3  silent for 9 s",
         "20 admitted, 12 trained, 7 in flight; dropped: zero_variance 1", "source train: 20 admitted; skipped: greso 4",
         "evaluation of version 3: 10 of 40 tasks",
         "node0 starts again",

@@ -74,11 +74,15 @@ async def play(task, llm):
             time.sleep(1000)
             os._exit(0)
         os._exit(3)
+    if kind == "coroutine":
+        return asyncio.sleep(0)
+    if kind == "no_await":
+        return len(llm["actor"].chat([]).text)
     return {
         "nothing": None, "text": "good", "nan": float("nan"), "inf": float("inf"), "minus_inf": -float("inf"),
         "unknown": {"judge": 1.0}, "bool": True, "wrong_keys": {1: 1.0}, "wrong_values": {"actor": "good"},
         "list": [1.0], "object": object(), "outcome": Outcome(reward="good"), "class": Outcome,
-        "metrics": Outcome(reward=1.0, metrics={"x": "y"}), "coroutine": asyncio.sleep,
+        "metrics": Outcome(reward=1.0, metrics={"x": "y"}),
     }.get(kind, 1.0)
 
 
@@ -110,7 +114,9 @@ ENDINGS = {
     "minus_inf": "reward: reward=-inf", "unknown": "reward: policy='judge' is not in this episode",
     "wrong_keys": "reward: policy='1' is not in", "wrong_values": "reward: actor=str 'good' is not a number",
     "list": "reward: list [1.0]", "object": "reward: object ", "outcome": "reward: str 'good'", "class": "reward: ",
-    "coroutine": "reward: ", "metrics": "reward: metrics['x']=str 'y'", "raise_base": "workflow: KeyboardInterrupt",
+    "coroutine": "reward: coroutine", "metrics": "reward: metrics['x']=str 'y'",
+    "no_await": "workflow: AttributeError: 'coroutine' object has no attribute 'text'; is there an `await` missing?",
+    "raise_base": "workflow: KeyboardInterrupt",
     "exit": "workflow: SystemExit: bye", "print": "output: the episode wrote more than 20000 bytes",
     "print_and_catch": "output: ", "log": "output: ",
 }  # fmt: skip
@@ -123,7 +129,7 @@ async def test_an_ending_harms_nobody_else(workflow):
             assert (episode.error is None) == (error is None), (kind, episode.error)
             assert (episode.error or "").startswith(error or ""), (kind, episode.error)
         assert made.pool.num_restarts == 0
-        assert made.runner.endings == {"done": 4, "reward": 13, "workflow": 2, "output": 3}
+        assert made.runner.endings == {"done": 4, "reward": 13, "workflow": 3, "output": 3}
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,8 @@ class Worker:
         if mark not in self._logged and len(self._logged) < MAX_TRACEBACKS:
             self._logged.add(mark)
             log.error("workflow failed (later failures of this kind are counted only)", exc_info=failure)
-        return plain_text(f"workflow: {type(failure).__name__}: {plain_text(failure)}")
+        hint = "; is there an `await` missing?" if "'coroutine' object" in str(failure) else ""
+        return plain_text(f"workflow: {type(failure).__name__}: {plain_text(failure)}{hint}")
 
 
 def _trace(failure: BaseException) -> str:

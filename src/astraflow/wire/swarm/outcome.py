@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 
@@ -10,6 +11,7 @@ from astraflow.types import Outcome
 
 MAX_ERROR_CHARS = 2000
 _FLOAT32_MAX = 3.4e38
+_FIX = "return a float, a dict of floats by policy, an Outcome, or None for unscored"
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
@@ -73,8 +75,8 @@ def _number(name: str, value: object) -> float | None:
     except (AttributeError, TypeError, ValueError):
         what = "" if name == "reward" else f"{name}="
         raise EpisodeError(
-            f"reward: {what}{type(value).__name__} {value!r:.80} is not a number; return a float, a dict of floats by "
-            "policy, an Outcome, or None for unscored"
+            f"reward: {what}{type(value).__name__} {value!r:.80} is not a number; "
+            + ("await it" if inspect.isawaitable(value) else _FIX)
         ) from None
     except OverflowError:
         number = math.inf
