@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -12,10 +13,12 @@ import pytest
 from hypothesis import settings
 
 from astraflow.observe.logs import close_logging
+from astraflow.observe.process import settle_memory
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch loads; two test processes share the cores
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+gc.set_threshold(20_000, 20, 50)  # else a third of the time in which tests are collected is the collector's
 settings.register_profile("astraflow", deadline=None, derandomize=True)
 settings.load_profile("astraflow")
 
@@ -54,3 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("flow"):
             item.add_marker(pytest.mark.timeout(FLOW_TIMEOUT_S), append=False)
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("flow", "slow")))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay: nobody looks through them again."""
+    settle_memory()

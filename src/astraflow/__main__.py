@@ -8,9 +8,12 @@ import sys
 def main() -> int:
     """As `astraflow.cli.app.main`; Ctrl-C while the first modules load is no traceback either."""
     try:
-        from astraflow.cli import app
+        from astraflow.observe.process import seldom_collected
 
-        return app.main()
+        with seldom_collected():
+            from astraflow.cli import app
+
+            return app.main()
     except KeyboardInterrupt:
         return 130
 

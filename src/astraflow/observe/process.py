@@ -20,6 +20,18 @@ _PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 _YOUNG, _MIDDLE, _OLD = 20_000, 20, 50  # the defaults (700, 10, 10) rescan all modules of torch many times a second
 
 
+@contextlib.contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Around all that a process does, its imports too: the collector neither looks through modules while they load, nor
+    twice through all of them at exit. Measured for a trainer's modules, loaded and left: 4.9 s of CPU instead of 6.6 s.
+    """
+    gc.set_threshold(_YOUNG, _MIDDLE, _OLD)
+    try:
+        yield
+    finally:
+        gc.freeze()
+
+
 def settle_memory() -> None:
     """Call once a process is built: what exists now stays, so collections look at newer objects only.
 

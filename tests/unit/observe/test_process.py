@@ -35,6 +35,18 @@ def test_outside_the_main_thread_no_handler_is_set() -> None:
     assert seen == [(False, before)]
 
 
+def test_a_command_is_hardly_looked_through_by_the_collector() -> None:
+    """Neither while its modules load nor, frozen, at its end: that would be a third of its time beside torch."""
+    script = (
+        "import atexit, gc, sys, astraflow.__main__ as command\n"
+        "sys.argv = ['astraflow', '--version']\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 10_000, gc.get_threshold()[0] > 10_000))\n"
+        "sys.exit(command.main())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split()[-2:] == ["True", "True"]
+
+
 @pytest.mark.parametrize(("target", "code"), [("recipe_path", 1), ("lambda words: words.nothing", 0)])
 def test_a_thread_of_ours_that_dies_ends_the_process_by_name(target: str, code: int) -> None:
     """One of a user is logged, and the process goes on."""
