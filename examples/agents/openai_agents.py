@@ -1,6 +1,7 @@
 """An agent of the OpenAI Agents SDK (which speaks OpenAI's Responses)."""
 
-from agents import Agent, MaxTurnsExceeded, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from agents.exceptions import MaxTurnsExceeded, ModelBehaviorError
 from calculator import calc, grade
 from openai import AsyncOpenAI
 
@@ -21,6 +22,7 @@ async def solve(task, llm):
     agent = Agent(name="pupil", model=OpenAIResponsesModel("actor", client), tools=[calculator])
     try:
         run = await Runner.run(agent, task["text"], max_turns=2)
-    except MaxTurnsExceeded:  # it asks and asks: that is the policy's doing, so a reward and no error
+    except (MaxTurnsExceeded, ModelBehaviorError):
+        # It asks and asks, or comes to no end in `max_tokens`: that is the policy's doing, so a reward and no error.
         return grade(task, calls, "")
     return grade(task, calls, run.final_output)

@@ -20,7 +20,7 @@ from astraflow.testing.engines.effective import random_batch, run_config
 from astraflow.training.learner import Learner
 from astraflow.training.parallel.ranks import ALONE, Ranks
 
-STEPS, SAVED = 6, 3
+STEPS, SAVED = 4, 2
 VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {"batch": {"tokens_per_microbatch": 64, "max_staleness": 2}, "trainer": {"audit_trajectories": 4}},
     "bfloat16": {"trainer": {"dtype": "bfloat16", "audit_trajectories": 2}},

@@ -8,6 +8,7 @@ the start itself use `subprocess`. Linux and macOS.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from astraflow.config.env import become
+from astraflow.observe.process import seldom_collected
 
 LOADED = (
     "astraflow.cli.app",
@@ -43,7 +45,7 @@ class ForkedProcess:
     """As far as it is needed, a `subprocess.Popen`."""
 
     def __init__(self, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self._process = _CONTEXT.Process(target=target, args=arguments, daemon=True)
+        self._process = _CONTEXT.Process(target=_begin, args=(target, arguments), daemon=True)
         with _LOCK:
             self._process.start()
         self.pid: int = self._process.pid or 0
@@ -92,6 +94,12 @@ def popen(
             process = ForkedProcess(_main, (list(words[1:]), stdout.name, dict(env), str(cwd or Path.cwd()), told))
         ready.poll(30.0)  # its session exists: it can be signalled as a group
     return process
+
+
+def _begin(target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    with seldom_collected():
+        gc.freeze()  # what was loaded before belongs to all who were forked: a look at it would copy it
+        target(*arguments)
 
 
 def _main(words: list[str], log: str, env: dict[str, str], cwd: str, told: Any) -> None:

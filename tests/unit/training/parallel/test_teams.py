@@ -66,7 +66,7 @@ def _run(num_ranks, function, place, *arguments):
     [((2, "tensor"), (1, "plain")), ((1, "plain"), (2, "tensor")), ((2, "tensor"), (2, "context"))],
 )
 def test_another_layout_goes_on(tmp_path, model, expected, before, after):
-    """Rounding differs from the first gradient on; six steps of AdamW make more of it where gradients are small."""
+    """Rounding differs from the first gradient on; the steps of AdamW make more of it where gradients are small."""
     (num_ranks, variant), (num_after, variant_after) = before, after
     _run(num_ranks, work.first_half, tmp_path, model, variant)
     whole = latest_checkpoint(tmp_path / "cut" / "checkpoints" / "actor")
