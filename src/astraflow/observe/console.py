@@ -105,8 +105,8 @@ class RunDisplay:
 
     def _left_s(self, policy: str) -> float | None:
         """Until the last step, at the pace of the newest ones; None while too few are done."""
-        pace = self._paces.get(policy, ())
-        if len(pace) < 3 or pace[-1][0] <= pace[0][0]:
+        pace = self._paces.get(policy)
+        if pace is None or len(pace) < 3 or pace[-1][0] <= pace[0][0]:
             return None
         a_step = (pace[-1][1] - pace[0][1]) / (pace[-1][0] - pace[0][0])
         return max(0.0, (self._steps - pace[-1][0]) * a_step)

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +26,8 @@ from astraflow.dataflow.shell import Shell
 from astraflow.errors import LaunchError, WireError
 from astraflow.testing.faults.fake_trainer import publish as publish_zeros
 from astraflow.types import Episode, EpisodeLease, Trajectory
-from astraflow.weights.server import start_server
+from astraflow.weights.app import create_weights_app
+from astraflow.wire.app import bind, serve
 from astraflow.wire.messages import Join, Resume
 
 T = TypeVar("T")
@@ -160,7 +161,8 @@ class PublishingTrainer:
         self._root, self._policy = root, policy
         self._publish = _publisher_of(model, root, policy) if model else partial(publish_zeros, root, policy)
         self._publish(0)
-        self._server = start_server(root, token=token)
+        self._serving = contextlib.ExitStack()
+        self._url = self._serving.enter_context(serving_weights(root, token))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._main, name="trainer", daemon=True)
         self._thread.start()
@@ -170,7 +172,7 @@ class PublishingTrainer:
         self._ended.set()
         self._client.close()
         self._thread.join(_LIMIT_S)
-        self._server.stop()
+        self._serving.close()
 
     def __enter__(self) -> Self:
         return self
@@ -180,7 +182,7 @@ class PublishingTrainer:
 
     def _main(self) -> None:
         trainer_id, version = uuid.uuid4().hex, 0
-        urls = (f"file://{(self._root / self._policy).absolute()}", self._server.policy_url(self._policy))
+        urls = (f"file://{(self._root / self._policy).absolute()}", f"{self._url}/weights/{self._policy}")
         resumed = False
         while not self._ended.is_set():
             try:
@@ -212,6 +214,37 @@ def _publisher_of(model: str, root: Path, policy: str) -> Callable[[int], object
     directory, store = model_directory(model, cache_dir(), 0), FileStore(root, policy, durable=False)
     tensors = {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
     return lambda version: store.publish(version, tensors, model_files(directory))
+
+
+@contextlib.contextmanager
+def serving_weights(root: Path, token: str | None = None) -> Iterator[str]:
+    """The weights app over `root` on a free port, in a thread of this process; yields its URL."""
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+    ready: list[str] = []
+    answered = threading.Event()
+    sock = bind("127.0.0.1", 0, "weights.port")
+
+    def on_ready(url: str) -> None:
+        ready.append(url)
+        answered.set()
+
+    def run() -> None:
+        loop.run_until_complete(serve(create_weights_app(root, token), sock, on_ready, stop, grace_s=0.1))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        if not answered.wait(10):
+            raise LaunchError("weights server", str(root), "gave no answer in 10 s", "see the log")
+        yield ready[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        sock.close()
 
 
 def made_up_episode(lease: EpisodeLease, node_id: str) -> Episode:

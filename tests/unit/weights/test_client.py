@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from astraflow.errors import WeightError
-from astraflow.testing.weights import make_tensors, same_bits, serving_weights
+from astraflow.testing.services import serving_weights
+from astraflow.testing.weights import make_tensors, same_bits
 from astraflow.types import WeightVersion
 from astraflow.weights.client import WeightClient
 from astraflow.weights.files.build import Base

@@ -17,8 +17,8 @@ from astraflow.dataflow.client import DataflowClient
 from astraflow.errors import LaunchError, WeightError, WireError
 from astraflow.testing.dataflow import policy_section, small_config, sources
 from astraflow.testing.runs import wait_until
-from astraflow.testing.services import DataflowThread
-from astraflow.testing.weights import same_bits, serving_weights
+from astraflow.testing.services import DataflowThread, serving_weights
+from astraflow.testing.weights import same_bits
 from astraflow.types import WeightVersion
 from astraflow.weights import relay as relay_module
 from astraflow.weights.client import WeightClient

@@ -19,7 +19,8 @@ import pytest
 import urllib3
 
 from astraflow.errors import LaunchError, Unauthorized
-from astraflow.testing.weights import make_tensors, same_bits, serving_weights
+from astraflow.testing.services import serving_weights
+from astraflow.testing.weights import make_tensors, same_bits
 from astraflow.types import WeightVersion
 from astraflow.weights import app as app_module
 from astraflow.weights.client import WeightClient

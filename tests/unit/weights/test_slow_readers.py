@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from astraflow.testing.runs import wait_until
-from astraflow.testing.weights import serving_weights
+from astraflow.testing.services import serving_weights
 from astraflow.weights import app
 from astraflow.weights.files import leases
 from astraflow.weights.files.leases import leased_versions

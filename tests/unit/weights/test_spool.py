@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from astraflow.testing.weights import make_tensors, serving_weights
+from astraflow.testing.services import serving_weights
+from astraflow.testing.weights import make_tensors
 from astraflow.types import WeightVersion
 from astraflow.weights.client import WeightClient
 from astraflow.weights.fetch.spool import LEFT_S, Spooled

@@ -26,7 +26,8 @@ from astraflow.testing.faults.weight_actors import KEEP, LIMIT_S, POLICY, Popen,
 from astraflow.testing.network.pacing import Conditions
 from astraflow.testing.network.shaper import Shaper
 from astraflow.testing.runs import wait_until
-from astraflow.testing.weights import same_bits, serving_weights
+from astraflow.testing.services import serving_weights
+from astraflow.testing.weights import same_bits
 from astraflow.types import WeightVersion
 from astraflow.weights.client import Fetched, WeightClient
 from astraflow.weights.files.build import Base

@@ -7,7 +7,6 @@ import pytest
 import ranked_steps
 from ranks import run_ranks
 
-
 ALL: tuple[str, ...] = ()
 SOME = ("PpoClip token", "Gspo sequence", "Corrected 32.0", "one row", "updates", "kl in the loss", "frozen parts")
 
