@@ -136,7 +136,10 @@ def compared(
     for name, case in cases():
         if names and name not in names:
             continue
-        alone, one = _step(family, case, ALONE)
+        reference = [_step(family, case, ALONE) if rank == 0 else None]
+        dist.broadcast_object_list(reference)
+        assert reference[0] is not None
+        alone, one = reference[0]
         together, many = _step(family, case, ranks)
         differ = {
             key: (value, many[key])
