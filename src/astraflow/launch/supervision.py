@@ -92,7 +92,7 @@ class Limits:
     ready_s: float = 300.0  # from start to the first answer of the dataflow service
     leave_s: float = 120.0  # from Finished until workers get SIGTERM
     end_s: float = 20.0  # from SIGTERM to SIGKILL
-    left_s: float = 2.0  # until a worker that left by itself is started again
+    left_s: float = 5.0  # until a worker that left by itself is started again: all may be over, told late
     first_backoff_s: float = 0.25
     longest_backoff_s: float = 8.0
     max_crashes: int = 5  # of one process within `crash_window_s`; one more fails the run

@@ -98,8 +98,8 @@ def test_a_wrong_setting_is_not_tried_again() -> None:
 def test_a_worker_that_left_while_the_run_goes_on_comes_back_and_is_no_crash() -> None:
     state = running()
     assert state.handle(Exited("trainer-actor", 0), 10.0) == []
-    assert state.handle(Tick(), 11.9) == []
-    assert state.handle(Tick(), 12.0) == [Start("trainer-actor", 2)]
+    assert state.handle(Tick(), 14.9) == []
+    assert state.handle(Tick(), 15.0) == [Start("trainer-actor", 2)]
 
 
 def test_a_worker_that_saw_the_end_first_does_not_come_back() -> None:
